@@ -1,0 +1,126 @@
+"""Every bound of qim: its unit, its reason, and assertions that tie it to its neighbours.
+
+What "full" means is written at each queue: *wait* (the source is told to slow down), *reject* (the
+client gets RESOURCE_EXHAUSTED and repeats) or *disconnect*. Nothing is dropped after an ACK.
+"""
+
+from typing import Final
+
+# --- the map -----------------------------------------------------------------------------------------
+SLOTS: Final = 64
+BUCKETS: Final = 256
+BUCKETS_PER_SLOT: Final = 4
+assert SLOTS * BUCKETS_PER_SLOT == BUCKETS
+
+# --- the wire ----------------------------------------------------------------------------------------
+FRAME_HEADER_BYTES: Final = 12
+FRAME_BODY_BYTES_MAX: Final = 262_144
+"""Refused from the header alone. Four times the largest message body, so a full batch always fits."""
+MESSAGE_BODY_BYTES_MAX: Final = 65_536
+"""Larger in a legal frame: TOO_LARGE on that request, the connection lives."""
+CUSTOM_TYPE_BYTES_MAX: Final = 128
+TOKEN_BYTES_MAX: Final = 4_096
+CLIENT_NAME_BYTES_MAX: Final = 128
+BATCH_BYTES_MAX: Final = 196_608
+"""A reply batch or push frame ends here (192 KiB), with `more`."""
+PAGE_ENTRIES_MAX: Final = 300
+assert MESSAGE_BODY_BYTES_MAX * 2 < BATCH_BYTES_MAX < FRAME_BODY_BYTES_MAX
+
+# --- a client connection -----------------------------------------------------------------------------
+TLS_HANDSHAKE_TIMEOUT_MS: Final = 5_000
+AUTH_TIMEOUT_MS: Final = 10_000
+PING_INTERVAL_MS: Final = 25_000
+CONNECTION_SILENCE_MS_MAX: Final = 33_000
+"""25 s until the next ping and 8 s for it to arrive; then the connection is dead."""
+TOKEN_EXPIRY_GRACE_MS: Final = 60_000
+UNANSWERED_REQUESTS_MAX: Final = 1_024
+"""Per connection; above it SLOW_CONSUMER: the peer sends without reading."""
+UNSENT_BYTES_MAX: Final = 1_048_576
+"""Per connection, counted in bytes; above it SLOW_CONSUMER. Pull recovers what a push did not bring."""
+SENDS_PER_SECOND: Final = 100
+SENDS_BURST: Final = 1_000
+FAILED_LOGINS_BURST: Final = 3
+FAILED_LOGINS_PER_SECOND: Final = 0.17
+READ_BUFFER_BYTES: Final = 262_144
+"""One buffer per worker, shared by all its sockets; a read is parsed before the next begins."""
+assert PING_INTERVAL_MS < CONNECTION_SILENCE_MS_MAX
+assert FRAME_BODY_BYTES_MAX + FRAME_HEADER_BYTES < UNSENT_BYTES_MAX
+
+# --- writer ------------------------------------------------------------------------------------------
+WRITER_WAITING_MESSAGES_MAX: Final = 4_096
+"""Per worker; full: reject. About half a second of work at the highest rate ever measured here."""
+WRITER_BATCH_MESSAGES_MAX: Final = 512
+WRITER_BATCH_BYTES_MAX: Final = 4_194_304
+SCRIPT_RUN_ITEMS_MAX: Final = 64
+"""Items per script call: a script blocks its server, 64 items take less than a millisecond."""
+BATCHES_IN_FLIGHT_MAX: Final = 4
+"""Per role and instance, in order. One hides the round trip of the other; more only add memory."""
+CLOCK_SKEW_MS_MAX: Final = 10_000
+RECOVER_INTERVAL_MS: Final = 1_000
+RECOVER_AGE_MS: Final = 2_000
+"""Pending for longer and not in flight here: the recoverer finishes it."""
+IDEMPOTENCY_WINDOW_MS: Final = 7_200_000
+assert WRITER_BATCH_MESSAGES_MAX <= WRITER_WAITING_MESSAGES_MAX
+assert RECOVER_AGE_MS < IDEMPOTENCY_WINDOW_MS
+
+# --- fanout ------------------------------------------------------------------------------------------
+FANOUT_BATCH_RECORDS_MAX: Final = 512
+DISPATCH_RECIPIENTS_MAX: Final = 4_096
+"""Per part of a group dispatch; a constant of the record version, so a replay cuts the same parts."""
+DISPATCH_EXPLICIT_RECIPIENTS_MAX: Final = 64
+
+# --- mailbox -----------------------------------------------------------------------------------------
+MAILBOX_QUEUE_RECORDS_MAX: Final = 128
+"""Per shard; full: only that partition is paused."""
+MAILBOX_PERMITS: Final = 64
+FUSED_RECIPIENTS_MAX: Final = 16
+FUSED_RUN_ENTRIES_MAX: Final = 64
+APPEND_ENTRIES_MAX: Final = 64
+MAILBOX_DAYS: Final = 7
+"""Days a mailbox is kept for cursors; the keys live two days longer."""
+DAY_MS: Final = 86_400_000
+MAILBOX_KEY_LIFE_MS: Final = (MAILBOX_DAYS + 2) * DAY_MS
+EPHEMERAL_KEY_LIFE_MS: Final = DAY_MS + 3_600_000
+DISPATCH_PROGRESS_LIFE_MS: Final = 8 * DAY_MS
+assert FUSED_RECIPIENTS_MAX <= FUSED_RUN_ENTRIES_MAX
+
+# --- slots and ownership -----------------------------------------------------------------------------
+CLAIM_INTERVAL_MS: Final = 3_000
+CLAIM_FRESH_MS: Final = 10_000
+"""A stamp of another supervisor younger than this is refused: its owner may live."""
+assert CLAIM_INTERVAL_MS * 3 < CLAIM_FRESH_MS
+
+# --- links between workers ---------------------------------------------------------------------------
+LINK_UNSENT_BYTES_MAX: Final = 8_388_608
+"""Per peer; full: requests to it are answered UNAVAILABLE, pushes to it are dropped (pull recovers)."""
+
+# --- the Redis log -----------------------------------------------------------------------------------
+LOG_TAIL_BYTES_MAX: Final = 16_777_216
+"""Per process: what was just appended is served from memory; older records are fetched."""
+LOG_READ_BYTES_MAX: Final = 4_194_304
+LOG_RETENTION_MS: Final = 3_600_000
+LOG_TRIM_INTERVAL_MS: Final = 30_000
+
+# --- stores ------------------------------------------------------------------------------------------
+STORE_TIMEOUT_MS: Final = 5_000
+"""Of one command on the pipe; then the connection is closed and everything in flight is unknown."""
+STORE_INFLIGHT_COMMANDS_MAX: Final = 4_096
+REQUEST_DEADLINE_MS: Final = 8_000
+"""Oldest request a role still answers with a result; the client is told DEADLINE_EXCEEDED then."""
+assert STORE_TIMEOUT_MS < REQUEST_DEADLINE_MS
+
+# --- processes ---------------------------------------------------------------------------------------
+HEARTBEAT_INTERVAL_MS: Final = 250
+HEARTBEAT_SLOW_MS: Final = 1_000
+HEARTBEAT_ABORT_MS: Final = 5_000
+HEARTBEAT_KILL_MS: Final = 7_000
+RESTART_BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+RESTART_JITTER: Final = 0.2
+RESTART_CALM_MS: Final = 60_000
+FLAPPING_DEATHS: Final = 5
+FLAPPING_WINDOW_MS: Final = 60_000
+DRAIN_DEADLINE_MS: Final = 25_000
+SWEEP_INTERVAL_MS: Final = 100
+"""Deadline lists are swept at this pace: one timer per process, none per request."""
+CONTROL_MESSAGE_BYTES_MAX: Final = 4_194_304
+assert HEARTBEAT_INTERVAL_MS < HEARTBEAT_SLOW_MS < HEARTBEAT_ABORT_MS < HEARTBEAT_KILL_MS

@@ -1,0 +1,272 @@
+"""MessageRecord, Entry, Outbox and dispatch records, and the routing header before them.
+
+One message has one byte string for ever: the writer encodes the record once, every later hop only
+prefixes it. A retry of a half-finished message uses the stored bytes, never newly built ones.
+
+    MessageRecord   MessagePack array, immutable; the sequence is not inside, it is the key
+    Entry           MessagePack [conversation_seq, MessageRecord]; the slice that Outbox, dispatch,
+                    mailbox member and push share
+    OutboxRecord    routing header ‖ Entry
+    DispatchRecord  routing header ‖ recipients ‖ Entry
+
+The routing header (big-endian, 146 bytes). fanout, mailbox and session read it and never open the record:
+
+     0       1       2         4          8         16             24              38
+     +-------+-------+---------+----------+---------+--------------+---------------+----------------
+     | ver=1 | kind  | bucket  | tenant   | seq     | reserved_at  | dispatch base | dispatch digest
+     | u8    | u8    | u16     | u32      | u64     | u64 ms       | 14 B          | 8 B
+     +-------+-------+---------+----------+---------+--------------+---------------+----------------
+     46                82       98              114                               146
+     +-----------------+--------+---------------+---------------------------------+
+     | identity digest | sender | sender device | two users, or group ‖ version   |
+     | 36 B            | 16 B   | 16 B          | 2 × 16 B  or 16 B ‖ u64 ‖ 8 × 0 |
+     +-----------------+--------+---------------+---------------------------------+
+
+The recipients of a dispatch record:
+
+     0       1       2         4
+     +-------+-------+---------+---------------------+
+     | shard | part  | count   | count × user 16 B   |
+     | u8    | u8    | u16     |                     |
+     +-------+-------+---------+---------------------+
+
+`dispatch_id` = base ‖ shard ‖ part: it comes from what must be unique (conversation, sequence). The
+digest comes from what must be equal (message id, audience, record). Two bodies under one sequence
+therefore meet as one id with two digests, and the shard stops. The header is a pure function of the
+record and its sequence, built in `build_outbox_record` only; a property test holds it to that.
+"""
+
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from qim.errors import RecordCorrupt
+from qim.ids import (
+    BucketId,
+    ClientMessageId,
+    ConversationId,
+    DeviceId,
+    DispatchId,
+    MessageId,
+    Millis,
+    Seq,
+    SlotId,
+    TenantId,
+    UserId,
+)
+
+RECORD_VERSION: Final = 1
+IDENTITY_MAGIC: Final = b"QID1"
+IDENTITY_BYTES: Final = 36
+_IDENTITY_DOMAIN = b"qim.identity.v1"
+_DISPATCH_DOMAIN = b"qim.dispatch.v1"
+
+_HEADER = struct.Struct(">BBHIQQ14s8s36s16s16s32s")
+HEADER_BYTES: Final = _HEADER.size
+assert HEADER_BYTES == 146
+_RECIPIENTS = struct.Struct(">BBH")
+_IDENTITY_FIELDS = struct.Struct(">IBBH")
+_SEQ = struct.Struct(">Q")
+
+
+class Kind(IntEnum):
+    """Kind of a conversation; also the first field of a target on the wire."""
+
+    DIRECT = 1
+    GROUP = 2
+
+
+class MessageType(IntEnum):
+    TEXT = 1
+    CUSTOM = 2
+    MEDIA_REF = 3
+    CONTROL = 9
+
+
+class RetentionClass(IntEnum):
+    DEFAULT = 0
+    EPHEMERAL = 1
+    COMPLIANCE_HOLD = 2
+    TENANT_CUSTOM = 3
+
+
+class MessageRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A message as it is stored everywhere, without its sequence."""
+
+    version: int
+    tenant: TenantId
+    conversation_id: ConversationId
+    kind: int
+    parties: bytes
+    """direct: the smaller and the larger user, 32 B; group: the group id, 16 B."""
+    message_id: MessageId
+    sender: UserId
+    sender_device: DeviceId
+    client_message_id: ClientMessageId
+    message_type: int
+    custom_type: str
+    body: bytes
+    retention_class: int
+    reserved_at: Millis
+    membership_version: int
+    audience: tuple[bytes, ...] | None = None
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A record with its sequence, decoded."""
+
+    conversation_seq: Seq
+    record: MessageRecord
+
+
+class RoutingHeader(NamedTuple):
+    """The fixed header, decoded; see the drawing."""
+
+    version: int
+    kind: int
+    bucket: BucketId
+    tenant: TenantId
+    seq: Seq
+    reserved_at: Millis
+    dispatch_base: bytes
+    dispatch_digest: bytes
+    identity: bytes
+    sender: UserId
+    sender_device: DeviceId
+    parties: bytes
+
+    @property
+    def users(self) -> tuple[UserId, UserId]:
+        """The two users of a direct conversation, smaller first."""
+        return UserId(self.parties[:16]), UserId(self.parties[16:])
+
+
+class Dispatch(NamedTuple):
+    """A dispatch record, split; `entry` is the slice that becomes the mailbox member."""
+
+    header: RoutingHeader
+    shard: SlotId
+    part: int
+    recipients: tuple[UserId, ...]
+    entry: bytes
+
+    @property
+    def dispatch_id(self) -> DispatchId:
+        return DispatchId(self.header.dispatch_base + bytes((self.shard, self.part)))
+
+
+_encoder = msgspec.msgpack.Encoder()
+_record_decoder = msgspec.msgpack.Decoder(MessageRecord)
+_entry_decoder = msgspec.msgpack.Decoder(Entry)
+
+
+def identity_digest(
+    *,
+    tenant: TenantId,
+    conversation: ConversationId,
+    sender: UserId,
+    client_message_id: ClientMessageId,
+    message_type: int,
+    retention_class: int,
+    custom_type: str,
+    body: bytes,
+) -> bytes:
+    """36 bytes over everything that identifies a message and every field the client chose.
+
+    Fixed-width fields stand first and the one length that is needed stands before its text, so that no
+    two different messages give the same input.
+    """
+    custom = custom_type.encode()
+    fields = _IDENTITY_FIELDS.pack(tenant, message_type, retention_class, len(custom))
+    parts = (_IDENTITY_DOMAIN, fields, conversation, sender, client_message_id, custom, body)
+    return IDENTITY_MAGIC + blake3(b"".join(parts)).digest()
+
+
+def message_id_of(identity: bytes) -> MessageId:
+    """The message id is a slice of the identity digest: the same message has the same id everywhere."""
+    return MessageId(identity[4:20])
+
+
+def encode_record(record: MessageRecord) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes) -> MessageRecord:
+    """Raises RecordCorrupt when the bytes are not a record of a known version."""
+    try:
+        record = _record_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RecordCorrupt(f"message record of {len(data)} bytes does not decode") from error
+    if record.version != RECORD_VERSION:
+        raise RecordCorrupt(f"message record of version {record.version}")
+    return record
+
+
+def build_entry(seq: Seq, record: bytes) -> bytes:
+    """The Entry is an array of two around bytes that exist already; nothing is encoded again."""
+    return b"\x92" + _encoder.encode(seq) + record
+
+
+def decode_entry(data: bytes) -> Entry:
+    """Raises RecordCorrupt when the bytes are not an entry."""
+    try:
+        return _entry_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RecordCorrupt(f"entry of {len(data)} bytes does not decode") from error
+
+
+def build_outbox_record(
+    *, bucket: BucketId, seq: Seq, record: MessageRecord, record_bytes: bytes, identity: bytes
+) -> bytes:
+    """Header and entry of one message. A pure function of its arguments: a retry builds the same bytes."""
+    if record.kind == Kind.DIRECT:
+        parties = record.parties
+    else:
+        parties = record.parties + _SEQ.pack(record.membership_version) + bytes(8)
+    base = blake3(_DISPATCH_DOMAIN + record.conversation_id + _SEQ.pack(seq)).digest(14)
+    digest = blake3(record.message_id + parties + record_bytes).digest(8)
+    header = _HEADER.pack(
+        RECORD_VERSION, record.kind, bucket, record.tenant, seq, record.reserved_at,
+        base, digest, identity, record.sender, record.sender_device, parties,
+    )  # fmt: skip
+    return header + build_entry(seq, record_bytes)
+
+
+def parse_header(data: bytes) -> RoutingHeader:
+    """Raises RecordCorrupt for a short record or an unknown version."""
+    if len(data) < HEADER_BYTES:
+        raise RecordCorrupt(f"log record of {len(data)} bytes is shorter than its header")
+    header = RoutingHeader._make(_HEADER.unpack_from(data))
+    if header.version != RECORD_VERSION:
+        raise RecordCorrupt(f"log record of version {header.version}")
+    return header
+
+
+def outbox_entry(data: bytes) -> bytes:
+    """The Entry of an Outbox record."""
+    return data[HEADER_BYTES:]
+
+
+def build_dispatch_record(
+    outbox_record: bytes, *, shard: SlotId, part: int, recipients: tuple[UserId, ...]
+) -> bytes:
+    """The dispatch record of one shard; header and entry are the bytes of the Outbox record."""
+    audience = _RECIPIENTS.pack(shard, part, len(recipients)) + b"".join(recipients)
+    return outbox_record[:HEADER_BYTES] + audience + outbox_record[HEADER_BYTES:]
+
+
+def parse_dispatch_record(data: bytes) -> Dispatch:
+    """Raises RecordCorrupt when the lengths contradict each other."""
+    header = parse_header(data)
+    start = HEADER_BYTES + _RECIPIENTS.size
+    if len(data) < start:
+        raise RecordCorrupt("dispatch record without recipients")
+    shard, part, count = _RECIPIENTS.unpack_from(data, HEADER_BYTES)
+    end = start + 16 * count
+    if count == 0 or len(data) <= end:
+        raise RecordCorrupt(f"dispatch record of {len(data)} bytes cannot hold {count} recipients and an entry")
+    recipients = tuple(UserId(data[at : at + 16]) for at in range(start, end, 16))
+    return Dispatch(header, SlotId(shard), part, recipients, data[end:])

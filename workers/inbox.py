@@ -1,0 +1,72 @@
+"""A bounded queue between an event callback and a role.
+
+A callback only notes what came (`offer`), the role sets the pace (`take`). Bounded in items and in
+bytes; a full inbox answers False and the caller decides: reject the request, or stop reading its
+source. Several takers may share one inbox (the lanes of a role); each batch goes to one of them, in
+order. One wake-up per batch: a taker that is already awake is not woken again, and no future exists
+while the inbox has work.
+"""
+
+import asyncio
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """First in, first out; `offer` from callbacks of the same loop, `take` from roles."""
+
+    def __init__(self, *, items_max: int, bytes_max: int) -> None:
+        self._items: deque[tuple[T, int]] = deque()
+        self._items_max = items_max
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._closed = False
+        self._takers: deque[asyncio.Future[None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def offer(self, item: T, *, size: int = 0) -> bool:
+        """False: full or closed; nothing was taken in."""
+        if self._closed or len(self._items) >= self._items_max or self._bytes + size > self._bytes_max:
+            return False
+        self._items.append((item, size))
+        self._bytes += size
+        self._wake_one()
+        return True
+
+    async def take(self, items_max: int) -> list[T]:
+        """Everything that arrived since the last take, up to a limit; empty only when closed and drained."""
+        while not self._items:
+            if self._closed:
+                return []
+            waiter = asyncio.get_running_loop().create_future()
+            self._takers.append(waiter)
+            try:
+                await waiter
+            finally:
+                if not waiter.done() and waiter in self._takers:
+                    self._takers.remove(waiter)
+        batch: list[T] = []
+        while self._items and len(batch) < items_max:
+            item, size = self._items.popleft()
+            self._bytes -= size
+            batch.append(item)
+        if self._items:
+            self._wake_one()
+        return batch
+
+    def close(self) -> None:
+        """No more offers; takers get what is left, then empty lists."""
+        self._closed = True
+        while self._takers:
+            self._wake_one()
+
+    def _wake_one(self) -> None:
+        while self._takers:
+            waiter = self._takers.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return

@@ -1,0 +1,57 @@
+"""A client's request on its way to the role that owns its subject, and the way back.
+
+A request is the same object whether the client is connected to this worker or to another one: only its
+`origin` differs. The role never sees a connection; it answers with a ready frame and the request, and
+the origin (gateway or link) writes it. The pair (handle, generation) names the connection on the
+gateway's worker; a handle is reused, a generation is not, so a late answer never reaches a stranger.
+"""
+
+from typing import Protocol
+
+from qim.ids import DeviceId, SessionId, TenantId, UserId
+
+
+class Origin(Protocol):
+    """Where the answer goes: the local gateway, or the link to the worker that holds the connection."""
+
+    def reply(self, request: "Request", frame: bytes) -> None:
+        """Buffers one complete client frame; it is written at the end of the pass. Never raises:
+        a connection that has gone away is a normal event."""
+        ...
+
+
+class Request:
+    """One frame of an authenticated client."""
+
+    __slots__ = (
+        "arrived", "body", "device", "generation", "handle", "opcode", "origin", "request_id", "session",
+        "tenant", "user",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        origin: Origin,
+        handle: int,
+        generation: int,
+        request_id: int,
+        opcode: int,
+        tenant: TenantId,
+        user: UserId,
+        device: DeviceId,
+        session: SessionId,
+        body: bytes,
+        arrived: float,
+    ) -> None:
+        self.origin = origin
+        self.handle = handle
+        self.generation = generation
+        self.request_id = request_id
+        self.opcode = opcode
+        self.tenant = tenant
+        self.user = user
+        self.device = device
+        self.session = session
+        self.body = body
+        self.arrived = arrived
+        """Monotonic seconds, read once per pass."""
