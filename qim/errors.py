@@ -214,7 +214,7 @@ class ExitCode(IntEnum):
 
 
 class GuardRefused(QimError):
-    """A start-up guard refused. Names the setting, the value found, the value wanted, the mending command."""
+    """A start-up guard refused. Names the setting, the value found, the value wanted and what mends it."""
 
     def __init__(self, text: str, *, exit_code: ExitCode = ExitCode.CONFIG) -> None:
         super().__init__(text)

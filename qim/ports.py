@@ -323,7 +323,7 @@ class MailboxPageQuery(NamedTuple):
 class MailboxPage(NamedTuple):
     entries: tuple[tuple[MailboxSeq, bytes], ...]
     covered_through: MailboxSeq
-    """W on the last page, else the last entry's mailbox_seq; held_through when the held entries were confirmed."""
+    """W on the last page, else the last entry's mailbox_seq; held_through when those were confirmed."""
     more: bool
     rebuild: bool
     newest: MailboxSeq
@@ -362,7 +362,7 @@ class MailboxStore(SlotOwnership, Protocol):
     def finish_dispatch(
         self, write: MailboxWrite, expected: MailboxSeq, *, skipped: bool = False
     ) -> Awaitable[Materialised]:
-        """Step 3: completion and W in one step, after all appends returned DONE. `skipped`: an operator's word."""
+        """Step 3: completion and W in one step, once all appends are DONE. `skipped`: an operator's word."""
         ...
 
     def read_mailbox(self, queries: Sequence[MailboxPageQuery]) -> Awaitable[list[MailboxPage]]:

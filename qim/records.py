@@ -267,6 +267,8 @@ def parse_dispatch_record(data: bytes) -> Dispatch:
     shard, part, count = _RECIPIENTS.unpack_from(data, HEADER_BYTES)
     end = start + 16 * count
     if count == 0 or len(data) <= end:
-        raise RecordCorrupt(f"dispatch record of {len(data)} bytes cannot hold {count} recipients and an entry")
+        raise RecordCorrupt(
+            f"dispatch record of {len(data)} bytes cannot hold {count} recipients and an entry"
+        )
     recipients = tuple(UserId(data[at : at + 16]) for at in range(start, end, 16))
     return Dispatch(header, SlotId(shard), part, recipients, data[end:])

@@ -45,7 +45,7 @@ class Placement(NamedTuple):
         return WorkerId(((slot + 1) * self.workers - 1) // SLOTS)
 
     def home_partition(self, worker: WorkerId) -> SlotId:
-        """Where a worker appends all its Outbox records: its first slot, so that fsynced batches stay large."""
+        """Where a worker appends all its Outbox records: its first slot; so fsynced batches stay large."""
         return SlotId(self.slots_of(worker).start)
 
     def core_instance_of(self, slot: SlotId) -> int:
