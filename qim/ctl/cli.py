@@ -1,0 +1,200 @@
+"""qimctl: what operators type.
+
+Data go to standard output, messages to standard error; the exit code is the answer (0 done, 1 the answer is
+no, 2 wrong usage, 69 nobody answers). `--json` prints the command's dictionary, whose keys are a contract.
+Anything that changes a mailbox or a log names its target, asks first unless `--yes` is given, and shows the
+state again afterwards. Heavy modules are imported inside the commands, so that `--help` is quick.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from qim.ctl import commands
+from qim.errors import ExitCode, QimError
+
+app = App(name="qimctl", help="Look after a qim server.", version_flags=[])
+mailbox_app = App(name="mailbox", help="Stopped mailbox shards: show, retry, skip, redeliver one record.")
+outbox_app = App(name="outbox", help="Stopped Outbox partitions: show, retry, skip one record.")
+app.command(mailbox_app)
+app.command(outbox_app)
+
+Socket = Annotated[Path | None, Parameter(name="--socket", help="control socket of the admin process")]
+Json = Annotated[bool, Parameter(name="--json", negative=(), help="print the result as one JSON object")]
+Yes = Annotated[bool, Parameter(name="--yes", negative=(), help="do not ask")]
+DryRun = Annotated[bool, Parameter(name="--dry-run", negative=(), help="say what would be done, do nothing")]
+Slot = Annotated[int, Parameter(help="mailbox shard or Outbox partition, 0 to 63")]
+Offset = Annotated[int, Parameter(help="offset of the record, as `show` prints it")]
+Rest = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
+
+
+@app.command
+def status(*, socket: Socket = None, json: Json = False) -> int:
+    """Whether the server is ready, its workers and stores, bytes per message and days left."""
+    return _show(lambda: commands.status(commands.control_socket(socket)), json=json, healthy="ready")
+
+
+@app.command
+def slots(*, socket: Socket = None, json: Json = False) -> int:
+    """Every slot: its worker, owner epoch, watermark, and whether it is stopped."""
+    return _show(lambda: commands.slots(commands.control_socket(socket)), json=json)
+
+
+@app.command
+def lag(*, socket: Socket = None, json: Json = False) -> int:
+    """How many records each consumer is behind the end of its log."""
+    return _show(lambda: commands.lag(commands.control_socket(socket)), json=json)
+
+
+@app.command
+def init(*arguments: Rest) -> int:
+    """Give empty stores their identity (the same as `qim init`)."""
+    return commands.run_server_tool("init", arguments)
+
+
+@app.command
+def token(*arguments: Rest) -> int:
+    """Make a connection token (the same as `qim token`)."""
+    return commands.run_server_tool("token", arguments)
+
+
+@app.command
+def audit(*arguments: Rest) -> int:
+    """The orphan audit: every acknowledged message is complete everywhere (the same as `qim audit`)."""
+    return commands.run_server_tool("audit", arguments)
+
+
+@mailbox_app.command(name="show")
+def mailbox_show(*, socket: Socket = None, json: Json = False) -> int:
+    """The shards that stopped, the record that stopped each, and why. Exit 1 when there is one."""
+    return _show(
+        lambda: commands.mailbox(commands.control_socket(socket), "show"), json=json, empty="stopped"
+    )
+
+
+@mailbox_app.command(name="retry")
+def mailbox_retry(slot: Slot, *, socket: Socket = None, json: Json = False) -> int:
+    """Try the record that stopped the shard once more. Changes nothing else."""
+    return _show(lambda: commands.mailbox(commands.control_socket(socket), "retry", slot=slot), json=json)
+
+
+@mailbox_app.command(name="skip")
+def mailbox_skip(
+    slot: Slot,
+    offset: Offset,
+    *,
+    socket: Socket = None,
+    json: Json = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+) -> int:
+    """Finish one record as skipped: its recipients do not get it unless it is redelivered."""
+    return _act("mailbox", "skip", slot, offset, socket=socket, json=json, yes=yes, dry_run=dry_run)
+
+
+@mailbox_app.command(name="redeliver")
+def mailbox_redeliver(
+    slot: Slot,
+    offset: Offset,
+    *,
+    socket: Socket = None,
+    json: Json = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+) -> int:
+    """Append a skipped record again, for the recipients who do not hold it."""
+    return _act("mailbox", "redeliver", slot, offset, socket=socket, json=json, yes=yes, dry_run=dry_run)
+
+
+@outbox_app.command(name="show")
+def outbox_show(*, socket: Socket = None, json: Json = False) -> int:
+    """The partitions whose fanout stopped, the record that stopped each, and why. Exit 1 if there is one."""
+    return _show(lambda: commands.outbox(commands.control_socket(socket), "show"), json=json, empty="stopped")
+
+
+@outbox_app.command(name="retry")
+def outbox_retry(slot: Slot, *, socket: Socket = None, json: Json = False) -> int:
+    """Try the record that stopped the partition once more."""
+    return _show(lambda: commands.outbox(commands.control_socket(socket), "retry", slot=slot), json=json)
+
+
+@outbox_app.command(name="skip")
+def outbox_skip(
+    slot: Slot,
+    offset: Offset,
+    *,
+    socket: Socket = None,
+    json: Json = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+) -> int:
+    """Go on behind one record: nobody gets it. It stays in the Outbox for the log's retention."""
+    return _act("outbox", "skip", slot, offset, socket=socket, json=json, yes=yes, dry_run=dry_run)
+
+
+def _act(
+    what: str,
+    action: str,
+    slot: int,
+    offset: int,
+    *,
+    socket: Path | None,
+    json: bool,
+    yes: bool,
+    dry_run: bool,
+) -> int:
+    """A change that cannot be undone: named, confirmed, then the state is read again."""
+    ask = {"mailbox": commands.mailbox, "outbox": commands.outbox}[what]
+    place = commands.control_socket(socket)
+    target = f"{what} {action}: slot {slot}, offset {offset}"
+    if dry_run:
+        print(f"would do: {target}", file=sys.stderr)
+        return _show(lambda: ask(place, "show"), json=json)
+    if not yes and not _confirmed(target):
+        print("nothing was done", file=sys.stderr)
+        return ExitCode.NO
+    done = _show(lambda: ask(place, action, slot=slot, offset=offset), json=json)
+    if done == ExitCode.OK and not json:
+        _show(lambda: ask(place, "show"), json=False)
+    return done
+
+
+def _confirmed(target: str) -> bool:
+    if not sys.stdin.isatty():
+        print(f"{target}: give --yes to do this without a terminal", file=sys.stderr)
+        return False
+    return input(f"{target}. Go on? [y/N] ").strip().lower() == "y"
+
+
+def _show(
+    command: Callable[[], dict[str, Any]], *, json: bool, healthy: str | None = None, empty: str | None = None
+) -> int:
+    """Prints a result. Exit 1 when `healthy` is false, or the list `empty` is not."""
+    from qim.ctl import protocol, render
+
+    try:
+        result = command()
+    except protocol.ControlError as error:
+        print(f"qimctl: {error}", file=sys.stderr)
+        return error.exit_code
+    except QimError as error:
+        print(f"qimctl: {error}", file=sys.stderr)
+        return ExitCode.NO
+    if json:
+        print(render.to_json(result))
+    else:
+        from rich.console import Console
+
+        render.show(result, console=Console())
+    unhealthy = (healthy is not None and not result.get(healthy)) or (
+        empty is not None and bool(result.get(empty))
+    )
+    return ExitCode.NO if unhealthy else ExitCode.OK
+
+
+def main() -> None:
+    """Entry point of `qimctl`."""
+    sys.exit(app())
