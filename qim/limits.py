@@ -93,6 +93,11 @@ assert CLAIM_INTERVAL_MS * 3 < CLAIM_FRESH_MS
 # --- links between workers ---------------------------------------------------------------------------
 LINK_UNSENT_BYTES_MAX: Final = 8_388_608
 """Per peer; full: requests to it are answered UNAVAILABLE, pushes to it are dropped (pull recovers)."""
+LINK_BODY_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX + 4_096
+"""A link frame holds one client frame and says whose it is."""
+LINK_PUSH_TARGETS_MAX: Final = 4_096
+"""Sessions named in one PUSH; more become several frames."""
+assert LINK_PUSH_TARGETS_MAX * 25 + MESSAGE_BODY_BYTES_MAX * 2 < LINK_BODY_BYTES_MAX < LINK_UNSENT_BYTES_MAX
 
 # --- the Redis log -----------------------------------------------------------------------------------
 LOG_TAIL_BYTES_MAX: Final = 16_777_216
