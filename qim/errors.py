@@ -11,7 +11,8 @@
     ├── StoreError                       what a store answered
     │   ├── StoreUnknown                 the outcome is unknown: repeat with the same identity
     │   ├── StoreRefused                 a definite no: nothing was written
-    │   │   └── StaleOwner               a newer owner took the slot
+    │   │   ├── StaleOwner               a newer owner took the slot
+    │   │   └── StoreUnfit               wrong settings or wrong instance; the slot stops
     │   └── StoreBroken                  the store answered what it must never answer; the slot stops
     ├── LogError                         OffsetOutOfRange, LogIdentityChanged
     ├── GuardRefused                     a start-up guard said no (exit 78), or 65 for a foreign store
@@ -177,6 +178,10 @@ class StaleOwner(StoreRefused):
     """A newer owner took the slot; this process must stop serving it."""
 
 
+class StoreUnfit(StoreRefused):
+    """The instance cannot serve us as it is set up (MISCONF, READONLY, wrong login): the slot stops."""
+
+
 class StoreBroken(StoreError):
     """Wrong type under a key, a reply of the wrong shape: the slot stops, an operator looks."""
 
@@ -187,6 +192,11 @@ class LogError(QimError):
 
 class OffsetOutOfRange(LogError):
     """The position lies outside the log, or the log jumped. Never skipped."""
+
+    def __init__(self, text: str = "", *, partition: int | None = None) -> None:
+        super().__init__(text)
+        self.partition = partition
+        """Where it happened; None: not known, then every partition of the reader stops."""
 
 
 class LogIdentityChanged(LogError):

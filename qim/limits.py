@@ -63,6 +63,15 @@ IDEMPOTENCY_WINDOW_MS: Final = 7_200_000
 assert WRITER_BATCH_MESSAGES_MAX <= WRITER_WAITING_MESSAGES_MAX
 assert RECOVER_AGE_MS < IDEMPOTENCY_WINDOW_MS
 
+HISTORY_QUERIES_PER_CALL_MAX: Final = 8
+"""Of history and mailbox pages in one call: each may carry a whole batch of bytes."""
+PAIR_CACHE_ENTRIES_MAX: Final = 65_536
+"""Pairs of users whose conversation a worker remembers; about 20 MB when full. A miss costs three hashes."""
+USER_CACHE_ENTRIES_MAX: Final = 65_536
+"""Users whose shard a worker remembers; a miss costs one hash."""
+ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
+"""How long a role waits before it repeats what a store refused or left open; the last one repeats."""
+
 # --- fanout ------------------------------------------------------------------------------------------
 FANOUT_BATCH_RECORDS_MAX: Final = 512
 DISPATCH_RECIPIENTS_MAX: Final = 4_096
@@ -73,6 +82,9 @@ DISPATCH_EXPLICIT_RECIPIENTS_MAX: Final = 64
 MAILBOX_QUEUE_RECORDS_MAX: Final = 128
 """Per shard; full: only that partition is paused."""
 MAILBOX_PERMITS: Final = 64
+"""Calls of the general path in flight over all shards of a worker."""
+PULLS_WAITING_MAX: Final = 4_096
+"""PULL_MAILBOX requests per worker and mailbox instance; full: reject."""
 FUSED_RECIPIENTS_MAX: Final = 16
 FUSED_RUN_ENTRIES_MAX: Final = 64
 APPEND_ENTRIES_MAX: Final = 64
@@ -110,6 +122,10 @@ LOG_TRIM_INTERVAL_MS: Final = 30_000
 STORE_TIMEOUT_MS: Final = 5_000
 """Of one command on the pipe; then the connection is closed and everything in flight is unknown."""
 STORE_INFLIGHT_COMMANDS_MAX: Final = 4_096
+STORE_UNSENT_BYTES_MAX: Final = 67_108_864
+"""Packed commands that the socket has not taken; full: refused. Four batches of the writer fit four times."""
+STORE_RECONNECT_SECONDS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""Pauses before each attempt; the last one repeats."""
 REQUEST_DEADLINE_MS: Final = 8_000
 """Oldest request a role still answers with a result; the client is told DEADLINE_EXCEEDED then."""
 assert STORE_TIMEOUT_MS < REQUEST_DEADLINE_MS

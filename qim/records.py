@@ -22,6 +22,9 @@ The routing header (big-endian, 146 bytes). fanout, mailbox and session read it 
      | 36 B            | 16 B   | 16 B          | 2 × 16 B  or 16 B ‖ u64 ‖ 8 × 0 |
      +-----------------+--------+---------------+---------------------------------+
 
+`kind` carries the conversation's kind in its low bits and EPHEMERAL_FLAG in its highest, so that the
+mailbox knows without opening the record how long the entry may live.
+
 The recipients of a dispatch record:
 
      0       1       2         4
@@ -59,6 +62,7 @@ from qim.ids import (
 )
 
 RECORD_VERSION: Final = 1
+EPHEMERAL_FLAG: Final = 0x80
 IDENTITY_MAGIC: Final = b"QID1"
 IDENTITY_BYTES: Final = 36
 _IDENTITY_DOMAIN = b"qim.identity.v1"
@@ -137,6 +141,7 @@ class RoutingHeader(NamedTuple):
     sender: UserId
     sender_device: DeviceId
     parties: bytes
+    ephemeral: bool = False
 
     @property
     def users(self) -> tuple[UserId, UserId]:
@@ -228,8 +233,9 @@ def build_outbox_record(
         parties = record.parties + _SEQ.pack(record.membership_version) + bytes(8)
     base = blake3(_DISPATCH_DOMAIN + record.conversation_id + _SEQ.pack(seq)).digest(14)
     digest = blake3(record.message_id + parties + record_bytes).digest(8)
+    flag = EPHEMERAL_FLAG if record.retention_class == RetentionClass.EPHEMERAL else 0
     header = _HEADER.pack(
-        RECORD_VERSION, record.kind, bucket, record.tenant, seq, record.reserved_at,
+        RECORD_VERSION, record.kind | flag, bucket, record.tenant, seq, record.reserved_at,
         base, digest, identity, record.sender, record.sender_device, parties,
     )  # fmt: skip
     return header + build_entry(seq, record_bytes)
@@ -239,10 +245,20 @@ def parse_header(data: bytes) -> RoutingHeader:
     """Raises RecordCorrupt for a short record or an unknown version."""
     if len(data) < HEADER_BYTES:
         raise RecordCorrupt(f"log record of {len(data)} bytes is shorter than its header")
-    header = RoutingHeader._make(_HEADER.unpack_from(data))
+    fields = _HEADER.unpack_from(data)
+    if fields[1] & EPHEMERAL_FLAG:
+        header = RoutingHeader(fields[0], fields[1] ^ EPHEMERAL_FLAG, *fields[2:], True)
+    else:
+        header = RoutingHeader(*fields)
     if header.version != RECORD_VERSION:
         raise RecordCorrupt(f"log record of version {header.version}")
     return header
+
+
+def check_entry(header: RoutingHeader, entry: bytes) -> None:
+    """Raises RecordCorrupt when the entry does not begin as an entry of the header's sequence."""
+    if not entry.startswith(b"\x92" + _encoder.encode(header.seq)):
+        raise RecordCorrupt(f"entry of {len(entry)} bytes is not of the sequence in its header")
 
 
 def outbox_entry(data: bytes) -> bytes:
