@@ -1,0 +1,21 @@
+#!lua flags=allow-oom
+-- Raises stored positions of log partitions; never lowers one.
+-- Returns the number of positions that rose. Safe to repeat; unfenced, because positions only rise.
+local positions = KEYS[1]   -- hash: partition -> offset
+                            -- ARGV: partition, offset, partition, offset ...
+local partitions = {}
+for i = 1, #ARGV, 2 do
+  partitions[#partitions + 1] = ARGV[i]
+end
+local stored = redis.call('HMGET', positions, unpack(partitions))
+local raised = {}
+for i = 1, #partitions do
+  if not stored[i] or tonumber(stored[i]) < tonumber(ARGV[2 * i]) then
+    raised[#raised + 1] = partitions[i]
+    raised[#raised + 1] = ARGV[2 * i]
+  end
+end
+if #raised > 0 then
+  redis.call('HSET', positions, unpack(raised))
+end
+return #raised / 2

@@ -1,0 +1,134 @@
+"""Redis keys and packed values that several adapters share, and the keys of the core instance.
+
+Ids stand in keys as raw bytes at fixed positions behind the hash tag, so a key is one-to-one with its ids
+whatever bytes they contain, and costs half of what hexadecimal would. Tools print hexadecimal.
+
+    owner                                            hash: slot → owner value (drawn below)
+    msgpending                                       hash: pending field → pending value
+    cmidown:{bNNN}:tenant conversation sender cmid   string: committed value, PXAT committed_at + 2 h
+    conv:{bNNN}:tenant conversation                  hash: n last sequence, h visible head, r‖user read
+                                                     mark, a "1" while msgahead is not empty
+    msgahead:{bNNN}:tenant conversation              zset: sequences committed ahead of an unfinished one
+    msgrecord:{bNNN}:tenant conversation             hash: sequence → MessageRecord
+    convskip:{bNNN}:tenant conversation              zset: sequences that never count as unread
+    msghistory:hour                                  list: index elements in order of TIME
+    msghistorygc:{bNNN}                              zset: expires_at → tenant conversation sequence
+    msghistfloor:{bNNN}                              hash: tenant conversation → floor
+    logpos:group  logseen                            hash: partition → offset
+
+Sequences and offsets are decimal text, so that a script computes with them without unpacking; tenant is u32
+big-endian, times are u64 big-endian milliseconds:
+
+    owner value       epoch u64 ‖ boot 16 ‖ supervisor 16 ‖ placement 16 ‖ stamp u64 ‖ released u8 ‖ label
+    pending field     bucket u8 ‖ tenant u32 ‖ conversation 16 ‖ sender 16 ‖ client_message_id 16
+    pending value     identity 36 ‖ reserved_at u64 ‖ sequence (decimal)
+    committed value   identity 36 ‖ reserved_at u64 ‖ sequence (decimal) ‖ committed_at u64
+    index element     bucket u8 ‖ tenant u32 ‖ conversation 16 ‖ committed_at u64 ‖ sequence (decimal)
+"""
+
+import struct
+from typing import Final
+
+from qim.ids import BucketId, ConversationId, Seq, SlotId, TenantId
+from qim.limits import BUCKETS, SLOTS
+from qim.ports import MessageKey
+
+OWNER: Final = b"owner"
+PENDING: Final = b"msgpending"
+LOG_SEEN: Final = b"logseen"
+IDENTITY: Final = b"qim:identity"
+
+BUCKET_TAGS: Final = tuple(b"{b%03d}:" % bucket for bucket in range(BUCKETS))
+SLOT_TAGS: Final = tuple(b"{s%02d}:" % slot for slot in range(SLOTS))
+SLOT_FIELDS: Final = tuple(b"%d" % slot for slot in range(SLOTS))
+"""The slot as a field of per-instance hashes (owner, mboxw, logpos, logseen)."""
+
+HOUR_MS: Final = 3_600_000
+
+_TENANT = struct.Struct(">I")
+_FIELD_HEAD = struct.Struct(">BI")
+_VALUE_HEAD = struct.Struct(">36sQ")
+_EPOCH = struct.Struct(">Q")
+PENDING_FIELD_BYTES: Final = 53
+VALUE_HEAD_BYTES: Final = _VALUE_HEAD.size
+assert VALUE_HEAD_BYTES == 44
+
+pack_tenant = _TENANT.pack
+pack_epoch = _EPOCH.pack
+"""An epoch as the first eight bytes of the owner value; scripts compare these bytes."""
+pack_value_head = _VALUE_HEAD.pack
+"""identity ‖ reserved_at: what a retry must share with the stored value."""
+unpack_value_head = _VALUE_HEAD.unpack_from
+
+
+def bucket_tag(bucket: BucketId) -> bytes:
+    """`{bNNN}:`: everything of one commit bucket may move to another instance together."""
+    return BUCKET_TAGS[bucket]
+
+
+def slot_tag(slot: SlotId) -> bytes:
+    """`{sNN}:`: everything of one mailbox shard may move to another instance together."""
+    return SLOT_TAGS[slot]
+
+
+def conversation_suffix(bucket: BucketId, tenant: TenantId, conversation: ConversationId) -> bytes:
+    """Tag and ids of a conversation, the common end of all its keys."""
+    return BUCKET_TAGS[bucket] + _TENANT.pack(tenant) + conversation
+
+
+def conversation_key(suffix: bytes) -> bytes:
+    return b"conv:" + suffix
+
+
+def ahead_key(suffix: bytes) -> bytes:
+    return b"msgahead:" + suffix
+
+
+def record_key(suffix: bytes) -> bytes:
+    return b"msgrecord:" + suffix
+
+
+def skip_key(suffix: bytes) -> bytes:
+    return b"convskip:" + suffix
+
+
+def committed_key(key: MessageKey) -> bytes:
+    return b"cmidown:%b%b%b%b%b" % (
+        BUCKET_TAGS[key.bucket], _TENANT.pack(key.tenant), key.conversation, key.sender,
+        key.client_message_id,
+    )  # fmt: skip
+
+
+def floor_key(bucket: BucketId) -> bytes:
+    return b"msghistfloor:" + BUCKET_TAGS[bucket][:-1]
+
+
+def collect_key(bucket: BucketId) -> bytes:
+    return b"msghistorygc:" + BUCKET_TAGS[bucket][:-1]
+
+
+def hour_key(hour: int) -> bytes:
+    """The time index of one hour (milliseconds since 1970 ÷ 3,600,000) of this instance."""
+    return b"msghistory:%d" % hour
+
+
+def position_key(group: str) -> bytes:
+    return b"logpos:" + group.encode()
+
+
+def pending_field(key: MessageKey) -> bytes:
+    """The ids of a send in the per-instance hash of what is in flight."""
+    return _FIELD_HEAD.pack(key.bucket, key.tenant) + key.conversation + key.sender + key.client_message_id
+
+
+def parse_pending_field(field: bytes) -> MessageKey:
+    """The inverse of `pending_field`; raises ValueError when the bytes are not one."""
+    if len(field) != PENDING_FIELD_BYTES:
+        raise ValueError(f"pending field of {len(field)} bytes")
+    bucket, tenant = _FIELD_HEAD.unpack_from(field)
+    return MessageKey._make((bucket, tenant, field[5:21], field[21:37], field[37:53]))
+
+
+def pending_value(identity: bytes, reserved_at: int, seq: Seq) -> bytes:
+    """Digest, time and sequence of a RECORDED message; `mark_committed` compares it whole."""
+    return _VALUE_HEAD.pack(identity, reserved_at) + b"%d" % seq
