@@ -41,13 +41,15 @@ record and its sequence, built in `build_outbox_record` only; a property test ho
 
 import struct
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 from blake3 import blake3
 
 from qim.errors import RecordCorrupt
 from qim.ids import (
+    ID_BYTES,
+    SEQ_MAX,
     BucketId,
     ClientMessageId,
     ConversationId,
@@ -60,6 +62,7 @@ from qim.ids import (
     TenantId,
     UserId,
 )
+from qim.limits import BUCKETS, SLOTS
 
 RECORD_VERSION: Final = 1
 EPHEMERAL_FLAG: Final = 0x80
@@ -74,6 +77,7 @@ assert HEADER_BYTES == 146
 _RECIPIENTS = struct.Struct(">BBH")
 _IDENTITY_FIELDS = struct.Struct(">IBBH")
 _SEQ = struct.Struct(">Q")
+_ID: Final = msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)
 
 
 class Kind(IntEnum):
@@ -102,14 +106,14 @@ class MessageRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     version: int
     tenant: TenantId
-    conversation_id: ConversationId
+    conversation_id: Annotated[ConversationId, _ID]
     kind: int
     parties: bytes
     """direct: the smaller and the larger user, 32 B; group: the group id, 16 B."""
-    message_id: MessageId
-    sender: UserId
-    sender_device: DeviceId
-    client_message_id: ClientMessageId
+    message_id: Annotated[MessageId, _ID]
+    sender: Annotated[UserId, _ID]
+    sender_device: Annotated[DeviceId, _ID]
+    client_message_id: Annotated[ClientMessageId, _ID]
     message_type: int
     custom_type: str
     body: bytes
@@ -122,7 +126,7 @@ class MessageRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A record with its sequence, decoded."""
 
-    conversation_seq: Seq
+    conversation_seq: Annotated[Seq, msgspec.Meta(ge=1, le=SEQ_MAX)]
     record: MessageRecord
 
 
@@ -166,6 +170,8 @@ class Dispatch(NamedTuple):
 _encoder = msgspec.msgpack.Encoder()
 _record_decoder = msgspec.msgpack.Decoder(MessageRecord)
 _entry_decoder = msgspec.msgpack.Decoder(Entry)
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What the decoder raises for foreign bytes: wrong shape, broken UTF-8, arrays nested without end."""
 
 
 def identity_digest(
@@ -203,7 +209,7 @@ def decode_record(data: bytes) -> MessageRecord:
     """Raises RecordCorrupt when the bytes are not a record of a known version."""
     try:
         record = _record_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise RecordCorrupt(f"message record of {len(data)} bytes does not decode") from error
     if record.version != RECORD_VERSION:
         raise RecordCorrupt(f"message record of version {record.version}")
@@ -218,9 +224,12 @@ def build_entry(seq: Seq, record: bytes) -> bytes:
 def decode_entry(data: bytes) -> Entry:
     """Raises RecordCorrupt when the bytes are not an entry."""
     try:
-        return _entry_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+        entry = _entry_decoder.decode(data)
+    except _UNREADABLE as error:
         raise RecordCorrupt(f"entry of {len(data)} bytes does not decode") from error
+    if entry.record.version != RECORD_VERSION:
+        raise RecordCorrupt(f"entry with a record of version {entry.record.version}")
+    return entry
 
 
 def build_outbox_record(
@@ -247,11 +256,13 @@ def parse_header(data: bytes) -> RoutingHeader:
         raise RecordCorrupt(f"log record of {len(data)} bytes is shorter than its header")
     fields = _HEADER.unpack_from(data)
     if fields[1] & EPHEMERAL_FLAG:
-        header = RoutingHeader(fields[0], fields[1] ^ EPHEMERAL_FLAG, *fields[2:], True)
+        header = RoutingHeader(fields[0], fields[1] ^ EPHEMERAL_FLAG, *fields[2:])._replace(ephemeral=True)
     else:
         header = RoutingHeader(*fields)
     if header.version != RECORD_VERSION:
         raise RecordCorrupt(f"log record of version {header.version}")
+    if header.bucket >= BUCKETS or not 1 <= header.kind <= 2:
+        raise RecordCorrupt(f"log record of kind {header.kind} for bucket {header.bucket}")
     return header
 
 
@@ -282,9 +293,9 @@ def parse_dispatch_record(data: bytes) -> Dispatch:
         raise RecordCorrupt("dispatch record without recipients")
     shard, part, count = _RECIPIENTS.unpack_from(data, HEADER_BYTES)
     end = start + 16 * count
-    if count == 0 or len(data) <= end:
+    if count == 0 or shard >= SLOTS or len(data) <= end:
         raise RecordCorrupt(
-            f"dispatch record of {len(data)} bytes cannot hold {count} recipients and an entry"
+            f"dispatch record of {len(data)} bytes cannot hold {count} recipients of shard {shard} and an entry"
         )
     recipients = tuple(UserId(data[at : at + 16]) for at in range(start, end, 16))
     return Dispatch(header, SlotId(shard), part, recipients, data[end:])
