@@ -69,7 +69,7 @@ clean:
 	@echo 'removed the virtual environment and caches; .qim-dev/ is kept'
 
 # Without ensurepip, `python3 -m venv` fails half-way; Debian ships it in a package of its own.
-$(PACKAGES_STAMP): requirements.lock
+$(PACKAGES_STAMP):
 	@[ -n '$(PYTHON)' ] || { echo 'make: no Python 3.11 or later found; on Debian run: apt-get install python3 python3-venv' >&2; exit 1; }
 	@if ! '$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null; then \
 	  package=$$('$(PYTHON)' -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
@@ -85,6 +85,6 @@ $(PACKAGES_STAMP): requirements.lock
 	@$(PIP) install --require-hashes --requirement requirements.lock
 	@touch $@
 
-$(QIM_STAMP): $(PACKAGES_STAMP) pyproject.toml
+$(QIM_STAMP): $(PACKAGES_STAMP)
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
