@@ -43,6 +43,25 @@ FAILED_LOGINS_BURST: Final = 3
 FAILED_LOGINS_PER_SECOND: Final = 0.17
 READ_BUFFER_BYTES: Final = 262_144
 """One buffer per worker, shared by all its sockets; a read is parsed before the next begins."""
+TLS_SHUTDOWN_TIMEOUT_MS: Final = 2_000
+"""A peer that does not read its farewell is cut after this; until then it still holds its unsent bytes."""
+FRAME_TIMEOUT_MS: Final = 10_000
+"""From the first byte of a frame to its last: a trickled header times out, 256 KiB need 26 KB/s."""
+CONNECTIONS_PER_ADDRESS_MAX: Final = 8_192
+"""Per worker. Far above an office behind one address, below what fills a worker's table."""
+SHARED_SENDS_PER_SECOND: Final = 20_000
+SHARED_SENDS_BURST: Final = 40_000
+"""Per tenant and per address: a backstop beyond what one worker carries, quotas below are an operator's."""
+RATE_BUCKETS_MAX: Final = 65_536
+"""Per kind and worker; full buckets leave first, then the oldest: sends fail open."""
+FAILED_LOGIN_ADDRESSES_MAX: Final = 16_384
+"""Addresses with recent failures; further ones share one bucket: credentials fail closed."""
+ROUTES_MAX: Final = 65_536
+"""(tenant, user, peer) → owner, and user → owner; two hashes saved per message, about 20 MiB when full."""
+RECONNECT_SPREAD_MS_MAX: Final = 20_000
+RECONNECT_SPREAD_MS_PER_CONNECTION: Final = 10
+"""A drained worker asks its clients back at about 100 per second: a TLS handshake costs a millisecond."""
+assert FRAME_TIMEOUT_MS < CONNECTION_SILENCE_MS_MAX
 assert PING_INTERVAL_MS < CONNECTION_SILENCE_MS_MAX
 assert FRAME_BODY_BYTES_MAX + FRAME_HEADER_BYTES < UNSENT_BYTES_MAX
 
@@ -110,6 +129,20 @@ LINK_BODY_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX + 4_096
 LINK_PUSH_TARGETS_MAX: Final = 4_096
 """Sessions named in one PUSH; more become several frames."""
 assert LINK_PUSH_TARGETS_MAX * 25 + MESSAGE_BODY_BYTES_MAX * 2 < LINK_BODY_BYTES_MAX < LINK_UNSENT_BYTES_MAX
+
+LINK_REPLY_BYTES_MAX: Final = 2 * LINK_UNSENT_BYTES_MAX
+"""Answers and announcements may use twice as much; then the link is cut, which settles everything on it."""
+LINK_RETRY_MS_MIN: Final = 50
+LINK_RETRY_MS_MAX: Final = 2_000
+LINK_HELLO_TIMEOUT_MS: Final = 5_000
+
+# --- presence ----------------------------------------------------------------------------------------
+PRESENCE_SESSIONS_MAX: Final = 1_000_000
+"""Per owner; full: a log-in is refused with RESOURCE_EXHAUSTED. About 400 bytes each."""
+PRESENCE_SESSIONS_PER_USER_MAX: Final = 32
+"""Devices of one user that are connected at once; one more is refused with RESOURCE_EXHAUSTED."""
+PRESENCE_READS_MAX: Final = 256
+"""Users whose newest entry is read in one call."""
 
 # --- the Redis log -----------------------------------------------------------------------------------
 LOG_TAIL_BYTES_MAX: Final = 16_777_216
