@@ -295,7 +295,7 @@ def parse_dispatch_record(data: bytes) -> Dispatch:
     end = start + 16 * count
     if count == 0 or shard >= SLOTS or len(data) <= end:
         raise RecordCorrupt(
-            f"dispatch record of {len(data)} bytes: {count} recipients of shard {shard} and an entry do not fit"
+            f"dispatch record of {len(data)} bytes: {count} users of shard {shard} and an entry do not fit"
         )
     recipients = tuple(UserId(data[at : at + 16]) for at in range(start, end, 16))
     return Dispatch(header, SlotId(shard), part, recipients, data[end:])
