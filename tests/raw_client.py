@@ -17,6 +17,7 @@ from typing import Any, Self
 from blake3 import blake3
 from qim.wire.frames import Frame, FrameSplitter
 
+from qim.ids import ClientMessageId, DeviceId, MailboxSeq, Seq
 from qim.records import Entry, Kind, MessageType, decode_entry
 from qim.wire import bodies
 from qim.wire.layout import ALPN, Op
@@ -36,7 +37,7 @@ def text_message(peer: bytes, text: str, *, cmid: bytes | None = None) -> bodies
     """A TEXT to a user, under a fresh or a given client_message_id."""
     return bodies.SendMessage(
         target=bodies.Target(Kind.DIRECT, peer),
-        client_message_id=cmid or os.urandom(16),
+        client_message_id=ClientMessageId(cmid or os.urandom(16)),
         message_type=MessageType.TEXT,
         custom_type="",
         body=text.encode(),
@@ -48,7 +49,7 @@ class RawClient:
 
     def __init__(self, host: str, port: int, ca: Path, *, token: str, device: bytes | None = None) -> None:
         self.host, self.port, self.ca, self.token = host, port, ca, token
-        self.device = device or os.urandom(16)
+        self.device = DeviceId(device or os.urandom(16))
         self.pushed: list[tuple[int, int, bytes]] = []
         self.goaway: bodies.GoAway | None = None
         self.ack: bodies.AuthAck | None = None
@@ -107,7 +108,9 @@ class RawClient:
         """Every entry behind a cursor, page by page."""
         entries: list[tuple[int, Entry]] = []
         while True:
-            page = await self.ask(Op.PULL_MAILBOX, bodies.PullMailbox(after_mailbox_seq=after, limit=300))
+            page = await self.ask(
+                Op.PULL_MAILBOX, bodies.PullMailbox(after_mailbox_seq=MailboxSeq(after), limit=300)
+            )
             assert isinstance(page, bodies.MailboxBatch), page
             entries.extend((seq, decode_entry(bytes(raw))) for seq, raw in page.entries)
             after = page.covered_through
@@ -117,7 +120,7 @@ class RawClient:
     async def history(self, peer: bytes) -> list[Entry]:
         """The whole history with a user, oldest first."""
         records: list[Entry] = []
-        before = 0
+        before = Seq(0)
         target = bodies.Target(Kind.DIRECT, peer)
         while True:
             page = await self.ask(

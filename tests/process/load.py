@@ -121,11 +121,11 @@ class Load:
         assert [entry.conversation_seq for entry in history] == list(range(1, len(history) + 1)), (
             "a gap in history"
         )
-        by_cmid = {entry.record.client_message_id: entry for entry in history}
+        by_cmid = {bytes(entry.record.client_message_id): entry for entry in history}
         assert len(by_cmid) == len(history), "history holds a message twice"
         sent = {**one.bodies_sent, **other.bodies_sent}
         for cmid, ack in acked.items():
-            entry = by_cmid.get(bytes(cmid))
+            entry = by_cmid.get(cmid)
             assert entry is not None, "an acknowledged message is not in history"
             assert entry.conversation_seq == ack.conversation_seq, "history has it under another sequence"
             assert entry.record.body == sent[cmid], "history has other bytes"
