@@ -3,9 +3,9 @@
 A run is what one call materialises: consecutive records of any number of shards, at most 64 entries together.
 A record for more than 16 recipients goes the general path alone, because one script must not write for long.
 
-The numbers of a shard: **mailbox_seq = base + offset**, W is the mailbox_seq of the last finished record, 0 while
-nothing is finished. `position_of` and `mailbox_seq_of` are the two directions. A record is accepted only when
-its number is the next one; the store checks the same again.
+The numbers of a shard: **mailbox_seq = base + offset**, W is the mailbox_seq of the last finished record, 0
+while nothing is finished. `position_of` and `mailbox_seq_of` are the two directions. A record is accepted only
+if its number is the next one; the store checks the same again.
 
 `check_start` decides whether a shard's stored state and the log belong together. Where they do not, the shard
 fails closed: reading on would skip records that nobody delivered, or deliver what belongs to another log.

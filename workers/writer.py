@@ -1,0 +1,383 @@
+"""The writer: commits what clients send, answers history and read marks, finishes what was left half-done.
+
+A pass takes what has arrived, up to 512 messages: plan (pure) → reserve → append to the home partition of
+the Outbox → mark committed → acknowledge. Each step is one await for the whole pass; `workers/commits.py`
+holds the steps. One window per core instance: up to four passes are in flight on it, taken by long-lived lanes
+from one inbox, so a slow instance does not stop the others and one round trip hides another. A lane issues its
+reservations in the same step of the loop in which it took its requests; so sequences follow arrival.
+
+Page reads go out before the reservations of their pass and behind every mark called before, on the same
+connection: who was acknowledged reads what was committed.
+
+Full, more than 4,096 waiting: RESOURCE_EXHAUSTED, before any side effect. A request that has waited 8 s is
+refused untouched. A store that is away: UNAVAILABLE when nothing was written, otherwise DEADLINE_EXCEEDED,
+and the recoverer finishes the message with the coordinates it has; it runs at the claim and every second.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from structlog import get_logger
+
+from qim.clock import Clock
+from qim.domain import writer as rules
+from qim.domain.placement import Placement, buckets_of_slot, slot_of_bucket
+from qim.errors import (
+    ClientError,
+    ResourceExhausted,
+    StoreBroken,
+    StoreRefused,
+    StoreUnknown,
+    Unavailable,
+    Unsupported,
+)
+from qim.ids import SEQ_MAX, BucketId, Millis, Seq, SlotId, WorkerId
+from qim.limits import (
+    BATCH_BYTES_MAX,
+    BATCHES_IN_FLIGHT_MAX,
+    HISTORY_QUERIES_PER_CALL_MAX,
+    RECOVER_AGE_MS,
+    RECOVER_INTERVAL_MS,
+    REQUEST_DEADLINE_MS,
+    SCRIPT_RUN_ITEMS_MAX,
+    WRITER_BATCH_BYTES_MAX,
+    WRITER_BATCH_MESSAGES_MAX,
+    WRITER_WAITING_MESSAGES_MAX,
+)
+from qim.metrics import Metrics
+from qim.ports import CommitLog, CommitStore, HistoryPage, HistoryQuery, ReadMark, ReadMarkResult
+from qim.wire.bodies import (
+    MarkRead,
+    MarkReadAck,
+    PullHistory,
+    build_history_batch,
+    build_message,
+    clamp_page,
+    decode_body,
+    decode_send,
+)
+from qim.wire.layout import Op
+from workers.commits import NOTHING_WRITTEN, Commits, OnFatal, reply_error
+from workers.failpoints import Failpoints
+from workers.inbox import Inbox
+from workers.request import Request
+
+log = get_logger()
+
+_SEND: Final = int(Op.SEND_MESSAGE)
+_HISTORY: Final = int(Op.PULL_HISTORY)
+_MARK_READ: Final = int(Op.MARK_READ)
+_FULL: Final = ResourceExhausted("too many messages are waiting", retry_after_ms=rules.RETRY_AFTER_MS)
+_DRAINING: Final = Unavailable("the server is going away", retry_after_ms=rules.RETRY_AFTER_MS)
+_TOO_LATE: Final = Unavailable("the request has waited too long", retry_after_ms=rules.RETRY_AFTER_MS)
+_UNSUPPORTED: Final = Unsupported("not offered by this server")
+
+Query = TypeVar("Query")
+Answer = TypeVar("Answer")
+
+
+class Writer:
+    """Owns the commit buckets of one worker."""
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerId,
+        placement: Placement,
+        stores: Sequence[CommitStore],
+        outbox: CommitLog,
+        clock: Clock,
+        metrics: Metrics,
+        failpoints: Failpoints,
+        on_fatal: OnFatal,
+        company_wait_us: int = 0,
+        lanes: int = BATCHES_IN_FLIGHT_MAX,
+    ) -> None:
+        self._placement = placement
+        self._clock = clock
+        self._metrics = metrics
+        self._draining = False
+        slots = placement.slots_of(worker)
+        self._instances: dict[int, _Instance] = {}
+        for instance in sorted({placement.core_instance_of(SlotId(slot)) for slot in slots}):
+            mine = [SlotId(slot) for slot in slots if placement.core_instance_of(SlotId(slot)) == instance]
+            self._instances[instance] = _Instance(
+                store=stores[instance],
+                commits=Commits(
+                    store=stores[instance],
+                    outbox=outbox,
+                    home=placement.home_partition(worker),
+                    buckets=[BucketId(bucket) for slot in mine for bucket in buckets_of_slot(slot)],
+                    clock=clock,
+                    metrics=metrics,
+                    failpoints=failpoints,
+                    on_fatal=on_fatal,
+                ),
+                clock=clock,
+                metrics=metrics,
+                failpoints=failpoints,
+                company_wait_us=company_wait_us,
+                lanes=lanes,
+            )
+        self._only = next(iter(self._instances.values())) if len(self._instances) == 1 else None
+
+    @property
+    def stopped(self) -> dict[str, str]:
+        """What does not go on by itself and why, for the operator's tools."""
+        found: dict[str, str] = {}
+        for instance in self._instances.values():
+            found |= {f"slot {slot}": reason for slot, reason in instance.commits.stopped.items()}
+            for key, reason in instance.commits.unfinishable.items():
+                found[f"message {key.conversation.hex()} {key.client_message_id.hex()}"] = reason
+        return found
+
+    @property
+    def waiting(self) -> int:
+        """Requests not yet taken by a pass."""
+        return sum(len(instance.inbox) for instance in self._instances.values())
+
+    def submit(self, request: Request) -> None:
+        """Called by the router, in a callback: notes the request, or refuses it at once."""
+        if self._draining:
+            reply_error(request, _DRAINING)
+            return
+        instance = self._only
+        if instance is None:
+            try:
+                instance = self._instance_of(request)
+            except ClientError as error:
+                reply_error(request, error)
+                return
+        if not instance.inbox.offer(request, size=len(request.body)):
+            self._metrics.shed_queue += 1
+            reply_error(request, _FULL)
+
+    def _instance_of(self, request: Request) -> "_Instance":
+        # With several core instances the target decides whose window a request uses, so it is read here, once
+        # more than the pass does; the ordinary case is one instance per worker.
+        body = decode_body(request.opcode, request.body)
+        target = getattr(body, "target", None)
+        if target is None:
+            raise _UNSUPPORTED
+        route = rules.route_target(
+            tenant=request.tenant, user=request.user, kind=target.kind, target=target.id
+        )
+        instance = self._instances.get(self._placement.core_instance_of(slot_of_bucket(route.bucket)))
+        if instance is None:
+            raise NOTHING_WRITTEN
+        return instance
+
+    async def run(self) -> None:
+        """Until drained. Raises what no pass can handle; the worker then ends."""
+        async with asyncio.TaskGroup() as tasks:
+            for instance in self._instances.values():
+                for _lane in range(instance.lanes):
+                    tasks.create_task(instance.run_lane())
+            recoverer = tasks.create_task(self._run_recoverer())
+            for instance in self._instances.values():
+                await instance.ended.wait()
+            recoverer.cancel()
+
+    async def drain(self, deadline: float) -> None:
+        """Finishes what was accepted, until the deadline (monotonic seconds); then `run` returns."""
+        self._draining = True
+        for instance in self._instances.values():
+            instance.inbox.close()
+        for instance in self._instances.values():
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock.monotonic())):
+                    await instance.ended.wait()
+            except TimeoutError:
+                log.warning("drain_unfinished", role="writer", in_flight=len(instance.commits.in_flight))
+
+    async def recover_once(self, *, older_than_ms: int = RECOVER_AGE_MS) -> int:
+        """One pass of the recoverer over all own buckets; with 0 at the claim, when nothing is in flight."""
+        recovered = 0
+        for instance in self._instances.values():
+            recovered += await instance.commits.recover(older_than_ms=older_than_ms)
+        return recovered
+
+    async def _run_recoverer(self) -> None:
+        while True:
+            await asyncio.sleep(RECOVER_INTERVAL_MS / 1000)
+            for instance in self._instances.values():
+                instance.commits.expire()
+            self._metrics.writer_queue = self.waiting
+            await self.recover_once()
+
+
+class _Instance:
+    """The window on one core instance: its inbox and the passes in flight."""
+
+    def __init__(
+        self,
+        *,
+        store: CommitStore,
+        commits: Commits,
+        clock: Clock,
+        metrics: Metrics,
+        failpoints: Failpoints,
+        company_wait_us: int,
+        lanes: int,
+    ) -> None:
+        self.inbox: Inbox[Request] = Inbox(
+            items_max=WRITER_WAITING_MESSAGES_MAX,
+            bytes_max=WRITER_BATCH_BYTES_MAX * (WRITER_WAITING_MESSAGES_MAX // WRITER_BATCH_MESSAGES_MAX),
+        )
+        self.commits = commits
+        self.lanes = lanes
+        self.ended = asyncio.Event()
+        self._lanes_alive = lanes
+        self._store = store
+        self._clock = clock
+        self._metrics = metrics
+        self._failpoints = failpoints
+        self._company_wait_seconds = company_wait_us / 1_000_000
+        self._turn = asyncio.Lock()
+
+    async def run_lane(self) -> None:
+        """Pass after pass until the inbox is closed and empty."""
+        while batch := await self._take():
+            await self._pass(batch)
+        self._lanes_alive -= 1
+        if not self._lanes_alive:
+            self.ended.set()
+
+    async def _take(self) -> list[Request]:
+        if not self._company_wait_seconds:
+            return await self.inbox.take(WRITER_BATCH_MESSAGES_MAX)
+        # Whoever waits for company keeps the turn: a later pass must not overtake the requests it holds.
+        async with self._turn:
+            batch = await self.inbox.take(WRITER_BATCH_MESSAGES_MAX)
+            if batch and len(batch) < SCRIPT_RUN_ITEMS_MAX:
+                await asyncio.sleep(self._company_wait_seconds)
+                if len(self.inbox):
+                    batch += await self.inbox.take(WRITER_BATCH_MESSAGES_MAX - len(batch))
+            return batch
+
+    async def _pass(self, batch: list[Request]) -> None:
+        started = self._clock.monotonic()
+        now_ms = self._clock.now_ms()
+        oldest = started - REQUEST_DEADLINE_MS / 1000
+        sends = []
+        histories = []
+        marks = []
+        for request in batch:
+            try:
+                if request.arrived < oldest:
+                    raise _TOO_LATE
+                if request.opcode == _SEND:
+                    sends.append((request, _plan_send(request, now_ms)))
+                elif request.opcode == _HISTORY:
+                    histories.append((request, _plan_history(request)))
+                elif request.opcode == _MARK_READ:
+                    marks.append((request, _plan_mark(request)))
+                else:
+                    raise _UNSUPPORTED
+            except ClientError as error:
+                reply_error(request, error)
+        self._failpoints.hit("writer.taken")
+        reads = _call_in_runs(histories, self._store.read_history, HISTORY_QUERIES_PER_CALL_MAX)
+        raised = _call_in_runs(marks, self._store.mark_read, SCRIPT_RUN_ITEMS_MAX)
+        reserving = self.commits.begin(sends)
+        await _answer(reads, _reply_history)
+        await _answer(raised, _reply_mark)
+        await self.commits.finish(reserving)
+        self._metrics.writer_batches += 1
+        self._metrics.writer_batch_messages += len(sends)
+        self._metrics.writer_pass.observe(self._clock.monotonic() - started)
+
+
+class _Asked(NamedTuple, Generic[Query, Answer]):
+    """Requests whose answers are on the way, with what was asked."""
+
+    asked: list[tuple[Request, Query]]
+    call: Awaitable[list[Answer]]
+
+
+def _call_in_runs(
+    asked: list[tuple[Request, Query]],
+    method: Callable[[Sequence[Query]], Awaitable[list[Answer]]],
+    items_max: int,
+) -> list[_Asked[Query, Answer]]:
+    runs = [asked[start : start + items_max] for start in range(0, len(asked), items_max)]
+    return [_Asked(run, method([query for _request, query in run])) for run in runs]
+
+
+async def _answer(
+    parts: list[_Asked[Query, Answer]], reply: Callable[[Request, Query, Answer], None]
+) -> None:
+    """Reads change nothing, so whatever went wrong, the client is told to ask again."""
+    for part in parts:
+        try:
+            answers = await part.call
+        except (StoreUnknown, StoreRefused, StoreBroken):
+            for request, _query in part.asked:
+                reply_error(request, NOTHING_WRITTEN)
+        else:
+            for (request, query), answer in zip(part.asked, answers, strict=True):
+                reply(request, query, answer)
+
+
+def _plan_send(request: Request, now_ms: Millis) -> rules.PlannedSend:
+    send = decode_send(request.body)
+    return rules.plan_send(
+        tenant=request.tenant,
+        sender=request.user,
+        device=request.device,
+        target_kind=send.target.kind,
+        target=send.target.id,
+        client_message_id=send.client_message_id,
+        message_type=send.message_type,
+        custom_type=send.custom_type,
+        body=send.body,
+        retention_class=send.retention_class,
+        now_ms=now_ms,
+    )
+
+
+def _plan_history(request: Request) -> HistoryQuery:
+    body: PullHistory = decode_body(_HISTORY, request.body)
+    route = rules.plan_history(
+        tenant=request.tenant,
+        user=request.user,
+        kind=body.target.kind,
+        target=body.target.id,
+        before_seq=body.before_seq,
+        after_seq=body.after_seq,
+    )
+    return HistoryQuery(
+        request.tenant, route.conversation, route.bucket, body.before_seq, body.after_seq,
+        clamp_page(body.limit), BATCH_BYTES_MAX,
+    )  # fmt: skip
+
+
+def _reply_history(request: Request, query: HistoryQuery, page: HistoryPage) -> None:
+    frame = build_history_batch(
+        request.request_id,
+        conversation_id=query.conversation,
+        records=page.records,
+        earliest_available_seq=page.earliest_available_seq,
+        head_seq=page.head_seq,
+        more=page.more,
+    )
+    request.origin.reply(request, frame)
+
+
+def _plan_mark(request: Request) -> ReadMark:
+    body: MarkRead = decode_body(_MARK_READ, request.body)
+    route = rules.route_target(
+        tenant=request.tenant, user=request.user, kind=body.target.kind, target=body.target.id
+    )
+    return ReadMark(
+        request.tenant, route.conversation, route.bucket, request.user, Seq(min(body.read_seq, SEQ_MAX))
+    )
+
+
+def _reply_mark(request: Request, mark: ReadMark, result: ReadMarkResult) -> None:
+    if result.stale_owner:
+        reply_error(request, NOTHING_WRITTEN)
+        return
+    ack = MarkReadAck(mark.conversation, result.read_seq, result.unread)
+    request.origin.reply(request, build_message(Op.MARK_READ_ACK, request.request_id, ack))
