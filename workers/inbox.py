@@ -46,9 +46,11 @@ class Inbox(Generic[T]):
             self._takers.append(waiter)
             try:
                 await waiter
-            finally:
-                if not waiter.done() and waiter in self._takers:
-                    self._takers.remove(waiter)
+            except asyncio.CancelledError:
+                # The wake-up may have been spent on this taker, which takes nothing: it goes to the next one.
+                if self._items:
+                    self._wake_one()
+                raise
         batch: list[T] = []
         while self._items and len(batch) < items_max:
             item, size = self._items.popleft()
