@@ -15,6 +15,9 @@
     │   │   └── StoreUnfit               wrong settings or wrong instance; the slot stops
     │   └── StoreBroken                  the store answered what it must never answer; the slot stops
     ├── LogError                         OffsetOutOfRange, LogIdentityChanged
+    ├── ControlError                     what a tool was told over a control socket
+    │   ├── ControlUnreachable           nobody answered; whether it was done is unknown (exit 69)
+    │   └── ControlRefused               the process answered no, with its reason and exit code
     ├── GuardRefused                     a start-up guard said no (exit 78), or 65 for a foreign store
     └── ConfigError                      unreadable or contradicting configuration (exit 78)
 
@@ -221,6 +224,28 @@ class ExitCode(IntEnum):
     BUG = 70
     FENCED = 75
     CONFIG = 78
+
+
+class ControlError(QimError):
+    """A command over a control socket was not carried out, or nobody knows."""
+
+    def __init__(self, text: str, *, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class ControlUnreachable(ControlError):
+    """No process, no answer, or half an answer. Every command may be repeated."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, exit_code=ExitCode.UNREACHABLE)
+
+
+class ControlRefused(ControlError):
+    """A definite no of the process that was asked."""
+
+    def __init__(self, text: str, *, exit_code: int = ExitCode.NO) -> None:
+        super().__init__(text, exit_code=exit_code)
 
 
 class GuardRefused(QimError):

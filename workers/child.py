@@ -75,9 +75,8 @@ def run_child(entry: ChildEntry, context: ChildContext) -> NoReturn:
         code = entry(context)
     except (GuardRefused, ConfigError, StaleOwner) as refusal:
         code = _report_refusal(refusal)
-    except BaseException:
-        # The top of a process: nothing may unwind into the supervisor's frames.
-        log.exception("child_failed")
+    except BaseException as failure:  # noqa: BLE001 - nothing may unwind into the supervisor's frames
+        code = _report_bug(failure)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -96,6 +95,11 @@ def _report_refusal(refusal: GuardRefused | ConfigError | StaleOwner) -> int:
         case StaleOwner():
             log.error("worker_fenced", reason=str(refusal))
             return ExitCode.FENCED
+
+
+def _report_bug(failure: BaseException) -> int:
+    log.critical("child_failed", exc_info=failure)
+    return ExitCode.BUG
 
 
 def _become_child(context: ChildContext) -> None:

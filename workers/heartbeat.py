@@ -11,17 +11,10 @@ ones included. It needs no file, no lock and no system call to write, and it out
      +------+-----------+-------+------------+--------------+-----------+----------+-----------+-------+
      child   supervisor  child   child        supervisor                 child      child
 
-    snapshot area
-     0                8        12       16
-     +----------------+--------+--------+----------------------
-     | sequence u64   | length | free   | bytes
-     +----------------+--------+--------+----------------------
-
-Each field has one writer and is aligned to its size, so it is never seen half written. A snapshot is longer
-than that: its sequence is odd while it is written and even afterwards, and a reader that meets an odd or a
-changed sequence reads again. The stamp is written by the child's event loop itself, never by a thread: a
-thread stays lively while the loop is stuck. When a child dies its record keeps its last words until the next
-one starts.
+Each field has one writer and is aligned to its size, so it is never seen half written. The snapshot area
+behind the records is longer than that; its content (`qim/metrics.py`) tells a torn read from a whole one. The
+stamp is written by the child's event loop itself, never by a thread: a thread stays lively while the loop is
+stuck. When a child dies its record keeps its last words until the next one starts.
 """
 
 import mmap
@@ -31,9 +24,6 @@ from typing import Final
 from qim.domain.supervisor import ChildState, Stage
 
 RECORD_BYTES: Final = 64
-SNAPSHOT_HEAD: Final = struct.Struct("=QII")
-SNAPSHOT_READS_MAX: Final = 8
-"""A writer needs microseconds; after so many torn reads it has died in the middle."""
 _U32 = struct.Struct("=I")
 _U16 = struct.Struct("=H")
 _U64 = struct.Struct("=Q")
@@ -43,9 +33,9 @@ _PID, _GENERATION, _STATE, _DONE, _WANTED, _STAMP, _READY = 0, 4, 8, 9, 10, 16, 
 class HeartbeatPage:
     """All records and snapshot areas; made once, before the first fork."""
 
-    def __init__(self, *, children: int, snapshot_bytes_max: int) -> None:
+    def __init__(self, *, children: int, snapshot_bytes: int) -> None:
         self._children = children
-        self._area_bytes = SNAPSHOT_HEAD.size + snapshot_bytes_max
+        self._area_bytes = snapshot_bytes
         self._memory = mmap.mmap(-1, children * (RECORD_BYTES + self._area_bytes))
 
     def record(self, child: int) -> "HeartbeatRecord":
@@ -74,7 +64,7 @@ class HeartbeatRecord:
     def begin(self, *, generation: int, stamp_ns: int, wanted: Stage) -> None:
         """A clean record for a child that is about to be forked; the stamp starts its first grace."""
         self._memory[self._at : self._at + RECORD_BYTES] = bytes(RECORD_BYTES)
-        self._memory[self._area : self._area + SNAPSHOT_HEAD.size] = bytes(SNAPSHOT_HEAD.size)
+        self._memory[self._area : self._area + self._area_bytes] = bytes(self._area_bytes)
         _U32.pack_into(self._memory, self._at + _GENERATION, generation)
         _U64.pack_into(self._memory, self._at + _STAMP, stamp_ns)
         self.want(wanted)
@@ -101,13 +91,8 @@ class HeartbeatRecord:
 
     def write_snapshot(self, data: bytes) -> None:
         """Replaces the snapshot; what does not fit is our mistake."""
-        assert len(data) <= self._area_bytes - SNAPSHOT_HEAD.size
-        sequence, _, _ = SNAPSHOT_HEAD.unpack_from(self._memory, self._area)
-        _U64.pack_into(self._memory, self._area, sequence | 1)
-        start = self._area + SNAPSHOT_HEAD.size
-        self._memory[start : start + len(data)] = data
-        _U32.pack_into(self._memory, self._area + 8, len(data))
-        _U64.pack_into(self._memory, self._area, (sequence | 1) + 1)
+        assert len(data) <= self._area_bytes
+        self._memory[self._area : self._area + len(data)] = data
 
     # --- read by anybody ---
 
@@ -140,17 +125,9 @@ class HeartbeatRecord:
         """Since when the child is ready; 0 if it is not."""
         return self._u64(_READY)
 
-    def read_snapshot(self) -> bytes | None:
-        """The newest whole snapshot; None when there is none, or its writer died while writing."""
-        for _ in range(SNAPSHOT_READS_MAX):
-            sequence, length, _ = SNAPSHOT_HEAD.unpack_from(self._memory, self._area)
-            start = self._area + SNAPSHOT_HEAD.size
-            data = bytes(self._memory[start : start + length])
-            if not sequence:
-                return None
-            if not sequence & 1 and sequence == SNAPSHOT_HEAD.unpack_from(self._memory, self._area)[0]:
-                return data
-        return None
+    def read_snapshot(self) -> bytes:
+        """The area as it is, zeros when nothing was written; the content tells whether it is whole."""
+        return self._memory[self._area : self._area + self._area_bytes]
 
     def _u32(self, field: int) -> int:
         value: int = _U32.unpack_from(self._memory, self._at + field)[0]

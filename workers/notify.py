@@ -1,7 +1,8 @@
 """Messages to the service manager: READY, STATUS, WATCHDOG, STOPPING, RELOADING, EXTEND_TIMEOUT_USEC.
 
-The protocol is one datagram per message to the socket named in `NOTIFY_SOCKET`; a name that starts with `@` is
-abstract, in no file system. Nobody answers. Without the variable every call is a no-op, so callers never ask.
+The protocol is one datagram per message to the socket named in `NOTIFY_SOCKET`; a name that starts with `@`
+is abstract, in no file system. Nobody answers. Without the variable every call is a no-op, so callers never
+ask.
 
 Only the supervisor speaks (`NotifyAccess=main`); children are forked without the variable. A full queue or a
 manager that has gone away must not stop the service: the socket does not block, and what cannot be sent is

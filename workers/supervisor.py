@@ -1,12 +1,11 @@
 """The supervisor: forks the children, watches their heartbeats, brings them back, ends them in stages.
 
-It knows nothing of chat: a child is a name and an entry point. It compares wanted with actual children and acts
-on the difference, in one `selectors` loop that wakes for signals and at every tick. It holds no event loop, no
-thread and no client for its whole life, and asserts that before every fork: a library's thread does not survive a
-fork, and what it guarded would be broken in the child without a sign.
+It knows nothing of chat: a child is a name and an entry point. It compares wanted with actual children and
+acts on the difference, in one `selectors` loop that wakes for signals and at every tick. It holds no event
+loop, no thread and no client for its whole life, and asserts that before every fork.
 
-Signal handlers do nothing; the interpreter writes the signal's number to the wake-up pipe and the loop reads it.
-The rules (when to restart, whom to kill, how a drain goes on) are in `qim/domain/supervisor.py`.
+Signal handlers do nothing; the interpreter writes the signal's number to the wake-up pipe and the loop reads
+it. The rules (when to restart, whom to kill, how a drain goes on) are in `qim/domain/supervisor.py`.
 
     child dies          re-forked after its back-off; 65 and 78 end the whole service with that code
     child falls silent  slow, SIGABRT, SIGKILL
@@ -14,8 +13,8 @@ The rules (when to restart, whom to kill, how a drain goes on) are in `qim/domai
     SIGHUP              `on_reload` decides; a refused reload changes nothing
     supervisor dies     the kernel kills the children (parent-death signal)
 
-The supervisor writes the stage it wants into the shared page and nudges with SIGTERM; the child writes the stage
-it has done. Nothing else passes between them, so neither can block the other.
+The supervisor writes the stage it wants into the shared page and nudges with SIGTERM; the child writes the
+stage it has done. Nothing else passes between them, so neither can block the other.
 """
 
 import gc
@@ -23,7 +22,7 @@ import os
 import selectors
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -86,7 +85,6 @@ class Child:
     """When to fork it next; None: never again, or it runs."""
     measure: Silence = Silence.FINE
     """Strongest measure taken against the present process."""
-    flapping: bool = field(default=False)
 
 
 class Supervisor:
@@ -185,13 +183,9 @@ class Supervisor:
                 self._fork(child, now_ms)
 
     def _fork(self, child: Child, now_ms: int) -> None:
-        if child.listener_slot is not None:
-            try:
-                self._listeners.open(child.listener_slot)
-            except ConfigError as error:
-                log.error("listener_refused", child=child.plan.name, reason=str(error))
-                child.due_ms = now_ms + self._watch.listener_backoff_ms
-                return
+        if not self._has_listener(child):
+            child.due_ms = now_ms + self._watch.listener_backoff_ms
+            return
         assert_forkable()
         child.generation += 1
         child.measure = Silence.FINE
@@ -203,6 +197,19 @@ class Supervisor:
             run_child(child.plan.entry, self._context(child))
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         log.info("child_forked", child=child.plan.name, child_pid=child.pid, generation=child.generation)
+
+    def _has_listener(self, child: Child) -> bool:
+        """Binds it again where a long back-off closed it; a port taken meanwhile is not ours to fight for."""
+        if child.listener_slot is None:
+            return True
+        refusal = None
+        try:
+            self._listeners.open(child.listener_slot)
+        except ConfigError as error:
+            refusal = str(error)
+        if refusal is not None:
+            log.error("listener_refused", child=child.plan.name, reason=refusal)
+        return refusal is None
 
     def _context(self, child: Child) -> ChildContext:
         return ChildContext(
@@ -264,7 +271,7 @@ class Supervisor:
             if verdict is child.measure or child.measure is Silence.KILL:
                 continue
             if verdict is Silence.FINE:
-                # Recovered by itself: the next silence is judged from the start. One that got SIGABRT ends anyway.
+                # Recovered by itself: the next silence is judged anew. One that got SIGABRT ends anyway.
                 child.measure = verdict if child.measure is Silence.SLOW else child.measure
                 continue
             self._punish(child, verdict, silent_ms)
@@ -363,17 +370,23 @@ class Supervisor:
         if self._drain is not None:
             return
         self._notifier.reloading(monotonic_usec=self._now_ns() // 1000)
-        try:
-            if self._on_reload is None:
-                raise ConfigError(["nothing can be reloaded here; restart instead"])
-            self._on_reload()
-        except ConfigError as error:
-            log.error("config_reload_refused", reason="; ".join(error.problems))
+        refusal = self._refusal_to_reload()
+        if refusal:
+            log.error("config_reload_refused", reason=refusal)
         else:
             log.info("config_reloaded")
             for child in self._running():
                 os.kill(child.pid, signal.SIGHUP)
         self._notifier.ready(self._describe())
+
+    def _refusal_to_reload(self) -> str:
+        if self._on_reload is None:
+            return "nothing can be reloaded here; restart instead"
+        try:
+            self._on_reload()
+        except ConfigError as error:
+            return "; ".join(error.problems)
+        return ""
 
     # --- small things ---
 

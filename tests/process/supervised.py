@@ -113,7 +113,7 @@ def main(plan: Mapping[str, Any], folder: Path) -> int:
             ChildPlan(name=name, entry=entry(behaviour, folder), listens=True, ends_last=name == "admin")
             for name, behaviour in children.items()
         ],
-        page=HeartbeatPage(children=len(children), snapshot_bytes_max=64),
+        page=HeartbeatPage(children=len(children), snapshot_bytes=64),
         listeners=listeners,
         notifier=Notifier.from_environment(os.environ),
         clock=CLOCK,
