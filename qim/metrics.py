@@ -51,6 +51,7 @@ SCRIPTS: Final[tuple[str, ...]] = (
     "append_log",
     "trim_log",
     "store_position",
+    "turn_day",
 )
 
 

@@ -80,4 +80,4 @@ def test_adapters_are_chosen_in_one_file() -> None:
         for module in _imported(source.tree)
         if module.startswith("qim.adapters")
     ]
-    assert found == []
+    assert not found, "\n".join(found)

@@ -54,12 +54,12 @@ def test_every_metric_used_is_in_the_catalogue() -> None:
         for field in metric_fields_used(source)
         if field not in CATALOGUE and field not in methods
     }
-    assert unknown == set()
+    assert not unknown, "\n".join(sorted(unknown))
 
 
 def test_every_metric_of_the_catalogue_is_set_somewhere() -> None:
     used = {field for source in _product() for field in metric_fields_used(source)}
-    assert set(CATALOGUE) - used == set()
+    assert not set(CATALOGUE) - used, sorted(set(CATALOGUE) - used)
 
 
 def test_every_script_is_measured_under_its_name() -> None:
@@ -73,12 +73,12 @@ def test_every_event_logged_is_a_listed_word() -> None:
         for line, event in events_logged(source)
         if event is None or event not in EVENTS
     ]
-    assert wrong == []
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_listed_event_is_logged_somewhere() -> None:
     used = {event for source in _product() for _line, event in events_logged(source)} | {"library_logged"}
-    assert set(EVENTS) - used == set()
+    assert not set(EVENTS) - used, sorted(set(EVENTS) - used)
 
 
 def test_an_event_that_is_not_a_plain_word_is_seen() -> None:

@@ -22,7 +22,7 @@ def test_no_function_is_too_long() -> None:
         for node in functions(source.tree)
         if lines_of(node) > FUNCTION_LINES_MAX
     ]
-    assert found == []
+    assert not found, "\n".join(found)
 
 
 def test_no_nested_function_is_long() -> None:
@@ -35,7 +35,7 @@ def test_no_nested_function_is_long() -> None:
         for inner in functions(ast.Module(body=[statement], type_ignores=[]))
         if lines_of(inner) > NESTED_FUNCTION_LINES_MAX
     ]
-    assert found == []
+    assert not found, "\n".join(found)
 
 
 def test_no_script_is_too_long() -> None:
