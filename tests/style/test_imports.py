@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from grimp import ImportGraph
 
+from tests.style.only_contract import OnlyContract
 from tests.style.source_files import ROOT, Source, python_sources
 
 ONLY_IMPORTER = {
@@ -51,6 +53,24 @@ def test_import_contracts_are_kept() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def _contract_is_kept(imported: str) -> bool:
+    graph = ImportGraph()
+    for module in ("qim.wire", "qim.wire.frames", "qim.ids", imported):
+        graph.add_module(module)
+    graph.add_import(importer="qim.wire.frames", imported="qim.ids")
+    graph.add_import(importer="qim.wire.frames", imported=imported)
+    options = {"source_modules": ["qim.wire"], "allowed_modules": ["qim.wire", "qim.ids"]}
+    contract = OnlyContract(name="wire", session_options={}, contract_options=options)
+    return contract.check(graph, verbose=False).kept
+
+
+def test_a_contract_refuses_what_its_row_does_not_name() -> None:
+    assert _contract_is_kept("qim.wire.layout")
+    assert _contract_is_kept("struct")
+    assert not _contract_is_kept("qim.config")
+    assert not _contract_is_kept("workers.writer")
 
 
 def test_special_imports_stay_in_their_file() -> None:
