@@ -98,6 +98,7 @@ DISPATCH_RECIPIENTS_MAX: Final = 4_096
 DISPATCH_EXPLICIT_RECIPIENTS_MAX: Final = 64
 
 # --- mailbox -----------------------------------------------------------------------------------------
+MAILBOX_BATCH_RECORDS_MAX: Final = 512
 MAILBOX_QUEUE_RECORDS_MAX: Final = 128
 """Per shard; full: only that partition is paused."""
 MAILBOX_PERMITS: Final = 64

@@ -361,7 +361,7 @@ class Commits:
     def _break(self, sending: Sending, error: StoreBroken) -> None:
         slot = slot_of_bucket(sending.key.bucket)
         log.error("slot_stopped", role="writer", slot=slot, reason=str(error))
-        self._metrics.slot_stopped[slot] = 1
+        self._metrics.slot_stopped[slot] += 1
         self.stopped[slot] = str(error)
         self._give_up([sending], UNKNOWN)
 

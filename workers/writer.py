@@ -2,9 +2,9 @@
 
 A pass takes what has arrived, up to 512 messages: plan (pure) → reserve → append to the home partition of
 the Outbox → mark committed → acknowledge. Each step is one await for the whole pass; `workers/commits.py`
-holds the steps. One window per core instance: up to four passes are in flight on it, taken by long-lived lanes
-from one inbox, so a slow instance does not stop the others and one round trip hides another. A lane issues its
-reservations in the same step of the loop in which it took its requests; so sequences follow arrival.
+holds the steps. One window per core instance: up to four passes are in flight on it, taken by long-lived
+lanes from one inbox, so a slow instance does not stop the others and one round trip hides another. A lane
+issues its reservations in the step of the loop in which it took its requests: sequences follow arrival.
 
 Page reads go out before the reservations of their pass and behind every mark called before, on the same
 connection: who was acknowledged reads what was committed.

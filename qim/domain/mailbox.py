@@ -4,8 +4,8 @@ A run is what one call materialises: consecutive records of any number of shards
 A record for more than 16 recipients goes the general path alone, because one script must not write for long.
 
 The numbers of a shard: **mailbox_seq = base + offset**, W is the mailbox_seq of the last finished record, 0
-while nothing is finished. `position_of` and `mailbox_seq_of` are the two directions. A record is accepted only
-if its number is the next one; the store checks the same again.
+while nothing is finished. `position_of` and `mailbox_seq_of` are the two directions. A record is accepted
+only if its number is the next one; the store checks the same again.
 
 `check_start` decides whether a shard's stored state and the log belong together. Where they do not, the shard
 fails closed: reading on would skip records that nobody delivered, or deliver what belongs to another log.
@@ -13,6 +13,8 @@ fails closed: reading on would skip records that nobody delivered, or deliver wh
 
 from collections.abc import Sequence
 from typing import Final, Protocol, TypeVar
+
+from blake3 import blake3
 
 from qim.domain.fanout import shard_of
 from qim.errors import RecordCorrupt
@@ -30,6 +32,7 @@ class Sized(Protocol):
 
 Write = TypeVar("Write", bound=Sized)
 
+_UNREADABLE_DOMAIN: Final = b"qim.unreadable.v1"
 NOTHING_FINISHED: Final = Offset(-1)
 
 
@@ -67,6 +70,16 @@ def read_dispatch(data: bytes, partition: SlotId) -> Dispatch:
     if len(dispatch.recipients) == 2 and dispatch.recipients[0] >= dispatch.recipients[1]:
         raise RecordCorrupt("recipients are not in order")
     return dispatch
+
+
+def identify(data: bytes) -> tuple[DispatchId, bytes]:
+    """Dispatch id and digest of a record, readable or not: even a skipped one is finished under a name."""
+    try:
+        dispatch = parse_dispatch_record(data)
+    except RecordCorrupt:
+        name = blake3(_UNREADABLE_DOMAIN + data).digest(24)
+        return DispatchId(name[:16]), name[16:]
+    return dispatch.dispatch_id, dispatch.header.dispatch_digest
 
 
 def is_fusable(write: Sized) -> bool:
@@ -112,11 +125,7 @@ def check_start(
         return ""
     if found is None:
         return "" if low == position + 1 else f"the record at {position} is not where it was"
-    try:
-        same = parse_dispatch_record(found).dispatch_id == stored_dispatch
-    except RecordCorrupt as error:
-        return f"the record at {position} cannot be read: {error}"
-    return "" if same else f"the record at {position} is not the one that was finished there"
+    return "" if identify(found)[0] == stored_dispatch else f"the record at {position} is not the one that was finished there"
 
 
 def backoff_ms(attempts: int) -> int:

@@ -1,0 +1,269 @@
+"""The fan-out: turns records of the own Outbox partitions into records of the dispatch log.
+
+One loop: take a batch → plan every record (pure) → append all to dispatch, grouped by shard → **only when all
+of them are durable** store the position of each partition. Whatever fails is appended again, and the position
+stays until it has succeeded: the dispatch id, a function of the record, makes repeats converge in the
+mailboxes. The positions live on the core instance of their slot and only rise; a crash between append and
+store repeats the batch at the next start.
+
+Owned state: the position of each partition (last finished offset). A partition stops alone, loudly, and keeps
+its place when a record cannot be planned or its position lies outside the log; `stopped` names the place. An
+operator answers with `retry` or, for one named record, with `skip`. Nothing is ever skipped by itself.
+
+Full: there is no queue. The next batch is read when this one is finished; the log waits.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from structlog import get_logger
+
+from qim.clock import Clock
+from qim.domain.fanout import PlannedDispatch, plan_dispatches
+from qim.domain.mailbox import backoff_ms
+from qim.domain.placement import Placement
+from qim.errors import (
+    FailedPrecondition,
+    OffsetOutOfRange,
+    RecordCorrupt,
+    StoreBroken,
+    StoreRefused,
+    StoreUnknown,
+)
+from qim.ids import Offset, SlotId
+from qim.limits import FANOUT_BATCH_RECORDS_MAX, LOG_READ_BYTES_MAX
+from qim.metrics import Metrics
+from qim.ports import CommitLog, CommitStore, LogReader, LogRecord
+from workers.commits import OnFatal
+from workers.failpoints import Failpoints
+
+log = get_logger()
+
+GROUP: Final = "fanout"
+NOTHING_FINISHED: Final = Offset(-1)
+DRAIN_POLL_SECONDS: Final = 0.02
+
+
+class Stopped(NamedTuple):
+    """Where a partition stands still and why."""
+
+    offset: Offset
+    """Of the record that cannot be finished; -1: the partition could not be opened."""
+    reason: str
+
+
+class Fanout:
+    """Reads the Outbox partitions of one worker's slots."""
+
+    def __init__(
+        self,
+        *,
+        slots: Sequence[SlotId],
+        placement: Placement,
+        stores: Sequence[CommitStore],
+        outbox: CommitLog,
+        dispatch: CommitLog,
+        clock: Clock,
+        metrics: Metrics,
+        failpoints: Failpoints,
+        on_fatal: OnFatal,
+    ) -> None:
+        self._slots = tuple(slots)
+        self._placement = placement
+        self._stores = stores
+        self._outbox = outbox
+        self._dispatch = dispatch
+        self._clock = clock
+        self._metrics = metrics
+        self._failpoints = failpoints
+        self._on_fatal = on_fatal
+        self._reader: LogReader | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+        self.positions: dict[SlotId, Offset] = {}
+        """Last finished offset of every partition that could be opened."""
+        self.stopped: dict[SlotId, Stopped] = {}
+
+    async def run(self) -> None:
+        """Until drained. Raises what no batch can handle; the worker then ends."""
+        await self.open()
+        async with asyncio.TaskGroup() as tasks:
+            self._loop_task = tasks.create_task(self._run_batches())
+
+    async def drain(self, deadline: float) -> None:
+        """Goes on until the own partitions are empty or the deadline (monotonic seconds) has come."""
+        while self._clock.monotonic() < deadline and await self._is_behind():
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+        if self._reader is not None:
+            await self._reader.close()
+
+    async def _is_behind(self) -> bool:
+        going = [slot for slot in self.positions if slot not in self.stopped]
+        try:
+            marks = await self._outbox.watermarks(going)
+        except (StoreUnknown, StoreRefused, StoreBroken):
+            return True
+        return any(self.positions[slot] + 1 < mark.high for slot, mark in marks.items())
+
+    # --- start ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Loads the positions, stops the partitions whose position lies outside the log, opens the reader."""
+        stored = await self._load_positions()
+        marks = await self._outbox.watermarks(self._slots)
+        for slot in self._slots:
+            low, high = marks[slot]
+            position = stored.get(slot)
+            if position is None and low > 0:
+                self._stop(slot, NOTHING_FINISHED, f"no position is stored, and the log begins at {low}")
+                continue
+            position = NOTHING_FINISHED if position is None else position
+            if not low <= position + 1 <= high:
+                self._stop(slot, position, f"the log holds {low} to {high - 1}, wanted is {position + 1}")
+                continue
+            self.positions[slot] = position
+        self._reader = self._outbox.open_reader(self.positions)
+
+    async def _load_positions(self) -> dict[SlotId, Offset]:
+        stored: dict[SlotId, Offset] = {}
+        for instance, slots in self._by_instance(self._slots).items():
+            stored |= await self._stores[instance].load_positions(GROUP, slots)
+        return stored
+
+    def _by_instance(self, slots: Sequence[SlotId]) -> dict[int, list[SlotId]]:
+        grouped: dict[int, list[SlotId]] = {}
+        for slot in slots:
+            grouped.setdefault(self._placement.core_instance_of(slot), []).append(slot)
+        return grouped
+
+    # --- one batch -----------------------------------------------------------------------------------
+
+    async def _run_batches(self) -> None:
+        reader = self._reader
+        assert reader is not None
+        while True:
+            try:
+                batch = await reader.next_batch(
+                    records_max=FANOUT_BATCH_RECORDS_MAX, bytes_max=LOG_READ_BYTES_MAX
+                )
+            except OffsetOutOfRange as error:
+                self._stop_reading(error)
+            except (StoreUnknown, StoreRefused) as error:
+                log.warning("log_read_failed", role=GROUP, reason=str(error))
+                await asyncio.sleep(backoff_ms(3) / 1000)
+            else:
+                await self.finish_batch(batch)
+
+    async def finish_batch(self, batch: Sequence[LogRecord]) -> None:
+        """Plans, appends, stores: returns when the batch is finished, however often it takes."""
+        started = self._clock.monotonic()
+        dispatches, reached = self._plan(batch)
+        self._failpoints.hit("fanout.planned")
+        await self._append(dispatches)
+        self._failpoints.hit("fanout.appended")
+        await self._store_positions(reached)
+        self._failpoints.hit("fanout.stored")
+        self.positions |= reached
+        metrics = self._metrics
+        metrics.fanout_batches += 1
+        metrics.fanout_batch_messages += len(batch)
+        metrics.fanout_dispatches += len(dispatches)
+        metrics.fanout_pass.observe(self._clock.monotonic() - started)
+
+    def _plan(self, batch: Sequence[LogRecord]) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:
+        dispatches: list[PlannedDispatch] = []
+        reached: dict[SlotId, Offset] = {}
+        for partition, offset, data in batch:
+            if partition in self.stopped:
+                continue
+            try:
+                dispatches += plan_dispatches(data)
+            except RecordCorrupt as error:
+                self._stop(partition, offset, str(error))
+            else:
+                reached[partition] = offset
+        # Grouped by shard: the log packs the records of one partition together. The sort is stable.
+        dispatches.sort(key=_shard_of)
+        return dispatches, reached
+
+    async def _append(self, dispatches: Sequence[PlannedDispatch]) -> None:
+        """Returns when every record is durable; what is not, is appended again, the same bytes."""
+        wanted: list[PlannedDispatch] = list(dispatches)
+        attempts = 0
+        while wanted:
+            try:
+                offsets = await self._dispatch.append(wanted)
+            except (StoreUnknown, StoreRefused, StoreBroken) as error:
+                log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
+            else:
+                wanted = [item for item, offset in zip(wanted, offsets, strict=True) if offset is None]
+            if wanted:
+                attempts += 1
+                await asyncio.sleep(backoff_ms(attempts) / 1000)
+
+    async def _store_positions(self, reached: Mapping[SlotId, Offset]) -> None:
+        """Returns when all are stored. Repeating is harmless: positions only rise."""
+        waiting = self._by_instance(tuple(reached))
+        attempts = 0
+        while waiting:
+            for instance, slots in list(waiting.items()):
+                try:
+                    await self._stores[instance].store_positions(
+                        GROUP, {slot: reached[slot] for slot in slots}
+                    )
+                except (StoreUnknown, StoreRefused, StoreBroken) as error:
+                    log.warning("position_not_stored", role=GROUP, reason=str(error))
+                else:
+                    del waiting[instance]
+            if waiting:
+                attempts += 1
+                await asyncio.sleep(backoff_ms(attempts) / 1000)
+
+    # --- stopped partitions --------------------------------------------------------------------------
+
+    def _stop(self, slot: SlotId, offset: Offset, reason: str) -> None:
+        self.stopped[slot] = Stopped(offset, reason)
+        self._metrics.slot_stopped[slot] += 1
+        log.error("slot_stopped", role=GROUP, slot=slot, offset=offset, reason=reason)
+        if self._reader is not None and slot in self.positions:
+            self._reader.pause(slot)
+
+    def _stop_reading(self, error: OffsetOutOfRange) -> None:
+        slots = self._slots if error.partition is None else (SlotId(error.partition),)
+        for slot in slots:
+            if slot in self.positions and slot not in self.stopped:
+                self._stop(slot, Offset(self.positions[slot] + 1), str(error))
+
+    def retry(self, slot: SlotId) -> None:
+        """Reads the partition again from its position. The operator has mended what was in the way."""
+        self._resume(slot, self._stopped_at(slot), self.positions[slot])
+
+    async def skip(self, slot: SlotId, offset: Offset) -> None:
+        """Gives up the one record that the partition stands at: it is never dispatched."""
+        stopped = self._stopped_at(slot)
+        if stopped.offset != offset:
+            raise FailedPrecondition(f"slot {slot} stands at {stopped.offset}, not at {offset}")
+        log.warning("record_skipped", role=GROUP, slot=slot, offset=offset, reason=stopped.reason)
+        await self._store_positions({slot: offset})
+        self.positions[slot] = offset
+        self._resume(slot, stopped, offset)
+
+    def _stopped_at(self, slot: SlotId) -> Stopped:
+        stopped = self.stopped.get(slot)
+        if stopped is None or slot not in self.positions:
+            raise FailedPrecondition(f"slot {slot} is not stopped at a record")
+        return stopped
+
+    def _resume(self, slot: SlotId, stopped: Stopped, position: Offset) -> None:
+        assert self._reader is not None
+        del self.stopped[slot]
+        self._metrics.slot_stopped[slot] -= 1
+        log.info("slot_resumed", role=GROUP, slot=slot, offset=stopped.offset)
+        self._reader.seek(slot, position)
+        self._reader.resume(slot)
+
+
+def _shard_of(dispatch: PlannedDispatch) -> SlotId:
+    return dispatch.shard
