@@ -16,9 +16,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qim.client.probe import Probe, text_message
+from qim.errors import RemoteProtocolError
 from qim.wire import bodies
 from qim.wire.layout import Op
-from tests.raw_client import RawClient, text_message
 
 SEND_SECONDS_MAX = 10.0
 RETRY_PAUSE_SECONDS = 0.05
@@ -64,13 +65,13 @@ class Load:
         unanswered: list[bytes] = []
         wanted = len(account.acks) + messages
         while len(account.acks) < wanted:
-            with contextlib.suppress(OSError, TimeoutError, AssertionError):
+            with contextlib.suppress(OSError, TimeoutError, RemoteProtocolError):
                 async with self._client(account) as client:
                     await self._exchange(client, account, peer, unanswered, numbers, wanted)
             await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
     async def _exchange(
-        self, client: RawClient, account: Account, peer: bytes, unanswered: list[bytes],
+        self, client: Probe, account: Account, peer: bytes, unanswered: list[bytes],
         numbers: "itertools.count[int]", wanted: int,
     ) -> None:  # fmt: skip
         account.retries += len(unanswered)
@@ -97,11 +98,9 @@ class Load:
                     assert 2000 <= body.code < 3000, f"a valid message was refused: {body}"
                     await asyncio.sleep(RETRY_PAUSE_SECONDS)
 
-    def _client(self, account: Account) -> RawClient:
+    def _client(self, account: Account) -> Probe:
         endpoint = self.endpoint
-        return RawClient(
-            endpoint.host, endpoint.port, endpoint.ca, token=account.token, device=account.device
-        )
+        return Probe(endpoint.host, endpoint.port, endpoint.ca, token=account.token, device=account.device)
 
     async def verdict(self, *, settle_seconds: float = 20.0) -> None:
         """Raises AssertionError naming the first contradiction."""
@@ -162,7 +161,7 @@ def _note(account: Account, cmid: bytes, ack: bodies.SendAck) -> None:
 
 async def resend_all(endpoint: Endpoint, account: Account, peer: Account) -> None:
     """Every acknowledged message once more: the same coordinates come back, marked as duplicate."""
-    async with RawClient(
+    async with Probe(
         endpoint.host, endpoint.port, endpoint.ca, token=account.token, device=account.device
     ) as client:
         for cmid, ack in account.acks.items():
