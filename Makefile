@@ -49,7 +49,7 @@ check: setup
 	@echo 'check: types'
 	@$(BIN)/mypy --no-error-summary
 	@echo 'check: import rules, style, unit files, shell and Lua syntax'
-	@$(BIN)/python -m pytest --quiet tests/style $(ARGS)
+	@$(BIN)/python -m pytest --quiet tests/style tests/unit/test_systemd_units.py $(ARGS)
 
 test: setup
 	@$(BIN)/python -m pytest --ids-required $(ARGS)
