@@ -1,0 +1,60 @@
+#!lua
+-- Gives each message of a run its sequence, or says what is known about it. Decides all items, then writes.
+-- Answer per item: sequence (new); 'C' reserved_at sequence (committed); 'R' reserved_at sequence ':' record
+-- (recorded); -1 conflict, -2 stale owner, -3 clock, -4 conversation exhausted.
+-- KEYS: owner, msgpending, conv of each conversation, msgrecord of each, cmidown of each item, collect sets
+-- ARGV: the five below; slot numbers; their epochs (8 bytes); head, pending field, record of all items, where
+--       head = slot u8 | conversation u8 | collect set u8, 0 none | identity 36 | reserved_at u64 | expires_at
+local items, convs, slots = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local skew_ms, seq_max    = tonumber(ARGV[4]), tonumber(ARGV[5])
+local head_at, field_at, record_at = 5 + 2 * slots, 5 + 2 * slots + items, 5 + 2 * slots + 2 * items
+local hot_at, key_at, collect_at   = 2 + convs, 2 + 2 * convs, 2 + 2 * convs + items
+local call, sub, byte, format, unpack_u64 = redis.call, string.sub, string.byte, string.format, struct.unpack
+
+local stale = call('HMGET', KEYS[1], unpack(ARGV, 6, 5 + slots))
+for s = 1, slots do stale[s] = not stale[s] or sub(stale[s], 1, 8) ~= ARGV[5 + slots + s] end
+local recorded = call('HMGET', KEYS[2], unpack(ARGV, field_at + 1, field_at + items))
+local committed = call('MGET', unpack(KEYS, key_at + 1, key_at + items))
+local found = call('EXISTS', unpack(KEYS, key_at + 1, key_at + items)) -- MGET shows a wrong type as absent
+for i = collect_at + 1, #KEYS do call('ZCARD', KEYS[i]) end
+local now = call('TIME')
+now = now[1] * 1000 + now[2] / 1000
+local answers, last, first, values, fields, records, due = {}, {}, {}, {}, {}, {}, {}
+for i = 1, items do
+  local head, field = ARGV[head_at + i], ARGV[field_at + i]
+  local slot, conv, collect = byte(head, 1, 3)
+  local twin = first[field] -- an earlier item of this run with the same key
+  local value = committed[i] or recorded[i] or values[twin]
+  if committed[i] then found = found - 1 end
+  if stale[slot] then
+    answers[i] = -2
+  elseif value and sub(value, 1, 36) ~= sub(head, 4, 39) then
+    answers[i] = -1
+  elseif committed[i] then
+    answers[i] = 'C' .. sub(value, 37, -9)
+  elseif value then
+    local record = twin and ARGV[record_at + twin] or call('HGET', KEYS[hot_at + conv], sub(value, 45))
+    answers[i] = 'R' .. sub(value, 37) .. ':' .. assert(record, 'a recorded message has no record')
+  elseif math.abs(unpack_u64('>I8', head, 40) - now) > skew_ms then
+    answers[i] = -3
+  else
+    local seq = (last[conv] or tonumber(call('HGET', KEYS[2 + conv], 'n') or 0)) + 1
+    local text, list = format('%d', seq), records[conv] or {}
+    assert(#list > 0 or call('HEXISTS', KEYS[hot_at + conv], text) == 0, 'a record above the last sequence')
+    answers[i] = -4
+    if seq <= seq_max then
+      answers[i], last[conv], first[field], values[i] = seq, seq, i, sub(head, 4, 47) .. text
+      fields[#fields + 1], fields[#fields + 2] = field, values[i]
+      list[#list + 1], list[#list + 2], records[conv] = text, ARGV[record_at + i], list
+      if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], sub(head, 48), sub(field, 2, 21) .. text } end
+    end
+  end
+end
+assert(found == 0, 'wrong type under an idempotency key')
+if #fields > 0 then call('HSET', KEYS[2], unpack(fields)) end
+for conv, list in pairs(records) do
+  call('HSET', KEYS[2 + conv], 'n', list[#list - 1])
+  call('HSET', KEYS[hot_at + conv], unpack(list))
+end
+for _, entry in ipairs(due) do call('ZADD', unpack(entry)) end
+return answers

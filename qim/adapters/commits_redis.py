@@ -1,0 +1,381 @@
+"""The commit store on one core instance of Redis or Valkey, by scripts that take runs.
+
+Keys and packed values are drawn in `redis_keys.py`. A call is cut into runs of at most 64 items, one script
+call each; all of them are issued before the method returns, so the order of calls is the order on the server.
+Nothing is cached here but the epochs of our slots (`redis_ownership.py`).
+
+A full server refuses `reserve_messages` by itself, before the script starts: the items of that run are FULL.
+`mark_committed` drains at most 256 sequences per conversation and call; when the script says that more are
+due, the same run is issued again from its own reply, which changes nothing else.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import Any, Final, TypeVar
+
+from qim.adapters import redis_keys as keys
+from qim.adapters.redis_answers import Answers
+from qim.adapters.redis_ownership import RedisOwnership
+from qim.adapters.redis_pipe import Argument, RedisPipe
+from qim.clock import Clock
+from qim.errors import StoreBroken, StoreError, StoreRefused
+from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis, Offset, Seq, SlotId, TenantId
+from qim.limits import BUCKETS_PER_SLOT, CLOCK_SKEW_MS_MAX, IDEMPOTENCY_WINDOW_MS, SCRIPT_RUN_ITEMS_MAX
+from qim.ports import (
+    Commit,
+    CommitResult,
+    Committed,
+    HistoryPage,
+    HistoryQuery,
+    MessageKey,
+    Pending,
+    ReadMark,
+    ReadMarkResult,
+    Reservation,
+    Reserved,
+    ReserveResult,
+)
+
+PENDING_SCAN_COUNT: Final = 512
+"""Entries of msgpending that one scan step looks at, about: a tenth of a millisecond of the server."""
+
+_HEAD = struct.Struct(">BBB36sQ")
+_MARK_HEAD = struct.Struct(">BB")
+_U64 = struct.Struct(">Q")
+_REFUSALS: Final = {
+    -1: Reserved.CONFLICT,
+    -2: Reserved.STALE_OWNER,
+    -3: Reserved.CLOCK,
+    -4: Reserved.EXHAUSTED,
+}
+_NOT_COMMITTED: Final = {-1: Committed.NOT_PENDING, -2: Committed.STALE_OWNER}
+
+T = TypeVar("T")
+
+
+class _Run:
+    """The slots and conversations of one script call, numbered from 1 in the order of their first item."""
+
+    def __init__(self, epochs: Sequence[bytes]) -> None:
+        self.slots: dict[int, int] = {}
+        self.conversations: dict[bytes, int] = {}
+        self._epochs = epochs
+
+    def place(self, key: MessageKey) -> tuple[int, int]:
+        suffix = keys.conversation_suffix(key.bucket, key.tenant, key.conversation)
+        slots, conversations = self.slots, self.conversations
+        slot = slots.setdefault(key.bucket // BUCKETS_PER_SLOT, len(slots) + 1)
+        return slot, conversations.setdefault(suffix, len(conversations) + 1)
+
+    def owner_arguments(self) -> Iterator[bytes]:
+        """Slot numbers, then the epochs under which we own them."""
+        return chain(
+            (keys.SLOT_FIELDS[slot] for slot in self.slots), (self._epochs[slot] for slot in self.slots)
+        )
+
+
+class RedisCommitStore(RedisOwnership):
+    """`CommitStore` of the port."""
+
+    def __init__(self, pipe: RedisPipe, clock: Clock) -> None:
+        super().__init__(pipe)
+        self._clock = clock
+        self._pending_cursor = b"0"
+
+    # --- the message path ---
+
+    def reserve(self, items: Sequence[Reservation]) -> asyncio.Future[list[ReserveResult]]:
+        runs = list(_chunks(items))
+        answers = Answers(len(runs), _concatenate)
+        for at, run in enumerate(runs):
+            script_keys, arguments = self._reserve_call(run)
+            on_reply = answers.part(at, _reserve_decoder(run), _full_decoder(run))
+            self._pipe.submit_script("reserve_messages", script_keys, arguments, on_reply)
+        return answers.future
+
+    def mark_committed(self, items: Sequence[Commit]) -> asyncio.Future[list[CommitResult]]:
+        same_partition = (list(group) for _, group in groupby(items, key=attrgetter("partition")))
+        runs = [run for group in same_partition for run in _chunks(group)]
+        answers = Answers(len(runs), _concatenate)
+        hour = self._clock.now_ms() // keys.HOUR_MS - 1
+        for at, run in enumerate(runs):
+            script_keys, arguments = self._mark_call(run, hour)
+            decode = self._mark_decoder(len(run), script_keys, arguments)
+            self._pipe.submit_script("mark_committed", script_keys, arguments, answers.part(at, decode))
+        return answers.future
+
+    def _reserve_call(self, run: Sequence[Reservation]) -> tuple[list[bytes], list[Argument]]:
+        places = _Run(self._epochs)
+        collects: dict[bytes, int] = {}
+        heads: list[bytes] = []
+        for item in run:
+            slot, conversation = places.place(item.key)
+            collect, due = 0, b""
+            if item.expires_at:
+                collect = collects.setdefault(keys.collect_key(item.key.bucket), len(collects) + 1)
+                due = b"%d" % item.expires_at
+            heads.append(_HEAD.pack(slot, conversation, collect, item.identity, item.reserved_at) + due)
+        script_keys = [
+            keys.OWNER,
+            keys.PENDING,
+            *map(keys.conversation_key, places.conversations),
+            *map(keys.record_key, places.conversations),
+            *(keys.committed_key(item.key) for item in run),
+            *collects,
+        ]
+        arguments: list[Argument] = [
+            len(run), len(places.conversations), len(places.slots), CLOCK_SKEW_MS_MAX, SEQ_MAX,
+            *places.owner_arguments(),
+            *heads,
+            *(keys.pending_field(item.key) for item in run),
+            *(item.record for item in run),
+        ]  # fmt: skip
+        return script_keys, arguments
+
+    def _mark_call(self, run: Sequence[Commit], hour: int) -> tuple[list[bytes], list[Argument]]:
+        places = _Run(self._epochs)
+        heads = [
+            _MARK_HEAD.pack(*places.place(item.key)) + (b"" if item.control else b"r" + item.key.sender)
+            for item in run
+        ]
+        script_keys = [
+            keys.OWNER, keys.PENDING, keys.LOG_SEEN,
+            keys.hour_key(hour), keys.hour_key(hour + 1), keys.hour_key(hour + 2),
+            *map(keys.conversation_key, places.conversations),
+            *map(keys.ahead_key, places.conversations),
+            *(keys.committed_key(item.key) for item in run),
+        ]  # fmt: skip
+        arguments: list[Argument] = [
+            len(run), len(places.conversations), len(places.slots), IDEMPOTENCY_WINDOW_MS, hour,
+            keys.SLOT_FIELDS[run[0].partition], max(item.offset for item in run),
+            *places.owner_arguments(),
+            *heads,
+            *(keys.pending_field(item.key) for item in run),
+            *(keys.pending_value(item.identity, item.reserved_at, item.seq) for item in run),
+        ]  # fmt: skip
+        return script_keys, arguments
+
+    def _mark_decoder(
+        self, count: int, script_keys: list[bytes], arguments: list[Argument]
+    ) -> Callable[[Any], list[CommitResult]]:
+        def drain_again(reply: object) -> None:
+            """An error ends the drain; the next commit in the conversation goes on with it."""
+            if isinstance(reply, list) and reply[1] == 1:
+                self._pipe.submit_script("mark_committed", script_keys, arguments, drain_again)
+
+        def decode(reply: Any) -> list[CommitResult]:  # noqa: ANN401 - checked by decoding it
+            if isinstance(reply, int):
+                return [CommitResult(Committed.COMMITTED, Millis(reply))] * count
+            drain_again(reply)
+            stamp, _, *codes = reply
+            return [_commit_result(code, stamp) for code in codes]
+
+        return decode
+
+    # --- recovery ---
+
+    def read_pending(
+        self, buckets: Sequence[BucketId], *, older_than_ms: int, entries_max: int
+    ) -> asyncio.Future[list[Pending]]:
+        first = self._scan_pending(self._pending_cursor, buckets, older_than_ms)
+        return asyncio.ensure_future(self._read_pending(first, buckets, older_than_ms, entries_max))
+
+    def _scan_pending(
+        self, cursor: bytes, buckets: Sequence[BucketId], older_than_ms: int
+    ) -> asyncio.Future[Any]:
+        arguments: list[Argument] = [cursor, PENDING_SCAN_COUNT, older_than_ms, bytes(buckets)]
+        return self._pipe.script("read_pending", [keys.PENDING], arguments)
+
+    async def _read_pending(
+        self,
+        step: asyncio.Future[Any],
+        buckets: Sequence[BucketId],
+        older_than_ms: int,
+        entries_max: int,
+    ) -> list[Pending]:
+        """Goes on where the last call ended, so that entries that cannot be finished hide no others."""
+        values: dict[bytes, bytes] = {}
+        start = self._pending_cursor
+        is_wrapped = start == b"0"
+        while True:
+            self._pending_cursor, *entries = await step
+            values.update(zip(entries[::2], entries[1::2], strict=True))
+            if len(values) >= entries_max or (self._pending_cursor == b"0" and is_wrapped):
+                break
+            is_wrapped = is_wrapped or self._pending_cursor == b"0"
+            step = self._scan_pending(self._pending_cursor, buckets, older_than_ms)
+        return await self._read_records(values)
+
+    async def _read_records(self, values: Mapping[bytes, bytes]) -> list[Pending]:
+        found = [_parse_pending(field, value) for field, value in values.items()]
+        answers: Answers[list[bytes | None]] = Answers(len(found), list)
+        for at, item in enumerate(found):
+            suffix = keys.conversation_suffix(item.key.bucket, item.key.tenant, item.key.conversation)
+            self._pipe.submit(("HGET", keys.record_key(suffix), item.seq), answers.part(at, _same))
+        records = await answers.future
+        for item, record in zip(found, records, strict=True):
+            if record is None and await self._pipe.command(
+                "HEXISTS", keys.PENDING, keys.pending_field(item.key)
+            ):
+                raise StoreBroken(f"a recorded message has no record, sequence {item.seq}")
+        return [
+            item._replace(record=record)
+            for item, record in zip(found, records, strict=True)
+            if record is not None
+        ]
+
+    # --- reads and marks ---
+
+    def read_history(self, queries: Sequence[HistoryQuery]) -> asyncio.Future[list[HistoryPage]]:
+        answers: Answers[list[HistoryPage]] = Answers(len(queries), list)
+        for at, query in enumerate(queries):
+            suffix = keys.conversation_suffix(query.bucket, query.tenant, query.conversation)
+            script_keys = [
+                keys.conversation_key(suffix),
+                keys.record_key(suffix),
+                keys.floor_key(query.bucket),
+            ]
+            arguments: list[Argument] = [
+                keys.pack_tenant(query.tenant) + query.conversation,
+                query.before_seq, query.after_seq, query.entries_max, query.bytes_max,
+            ]  # fmt: skip
+            self._pipe.submit_script("read_history", script_keys, arguments, answers.part(at, _history_page))
+        return answers.future
+
+    def mark_read(self, items: Sequence[ReadMark]) -> asyncio.Future[list[ReadMarkResult]]:
+        runs = list(_chunks(items))
+        answers = Answers(len(runs), _concatenate)
+        for at, run in enumerate(runs):
+            suffixes = [keys.conversation_suffix(item.bucket, item.tenant, item.conversation) for item in run]
+            pairs = ((keys.conversation_key(suffix), keys.skip_key(suffix)) for suffix in suffixes)
+            arguments: list[Argument] = [len(run)]
+            for item in run:
+                slot = item.bucket // BUCKETS_PER_SLOT
+                arguments += (keys.SLOT_FIELDS[slot], self._epochs[slot], b"r" + item.user, item.read_seq)
+            script_keys = [keys.OWNER, *chain.from_iterable(pairs)]
+            self._pipe.submit_script("mark_read", script_keys, arguments, answers.part(at, _read_marks))
+        return answers.future
+
+    # --- positions, guards ---
+
+    def load_positions(
+        self, group: str, partitions: Sequence[SlotId]
+    ) -> asyncio.Future[dict[SlotId, Offset]]:
+        return self._offsets(keys.position_key(group), partitions)
+
+    def load_outbox_seen(self, partitions: Sequence[SlotId]) -> asyncio.Future[dict[SlotId, Offset]]:
+        return self._offsets(keys.LOG_SEEN, partitions)
+
+    def store_positions(self, group: str, positions: Mapping[SlotId, Offset]) -> asyncio.Future[None]:
+        answers: Answers[None] = Answers(1 if positions else 0, lambda _: None)
+        if positions:
+            arguments = [*chain.from_iterable((slot, offset) for slot, offset in positions.items())]
+            on_reply = answers.part(0, _same)
+            self._pipe.submit_script("store_position", [keys.position_key(group)], arguments, on_reply)
+        return answers.future
+
+    def load_last_seq(
+        self, conversations: Sequence[tuple[BucketId, TenantId, ConversationId]]
+    ) -> asyncio.Future[list[Seq]]:
+        answers: Answers[list[Seq]] = Answers(len(conversations), list)
+        for at, place in enumerate(conversations):
+            key = keys.conversation_key(keys.conversation_suffix(*place))
+            self._pipe.submit(("HGET", key, "n"), answers.part(at, lambda reply: Seq(int(reply or 0))))
+        return answers.future
+
+    def memory_used_ratio(self) -> asyncio.Future[float]:
+        answers: Answers[float] = Answers(1, lambda parts: parts[0])
+        self._pipe.submit(("INFO", "memory"), answers.part(0, _used_ratio))
+        return answers.future
+
+    def _offsets(self, key: bytes, partitions: Sequence[SlotId]) -> asyncio.Future[dict[SlotId, Offset]]:
+        answers: Answers[dict[SlotId, Offset]] = Answers(
+            1 if partitions else 0, lambda parts: _stored(partitions, parts)
+        )
+        if partitions:
+            self._pipe.submit(("HMGET", key, *partitions), answers.part(0, _same))
+        return answers.future
+
+
+def _chunks(items: Sequence[T]) -> Iterable[Sequence[T]]:
+    return (items[at : at + SCRIPT_RUN_ITEMS_MAX] for at in range(0, len(items), SCRIPT_RUN_ITEMS_MAX))
+
+
+def _concatenate(parts: list[list[T]]) -> list[T]:
+    return parts[0] if len(parts) == 1 else list(chain.from_iterable(parts))
+
+
+def _same(reply: T) -> T:
+    return reply
+
+
+def _reserve_decoder(run: Sequence[Reservation]) -> Callable[[list[Any]], list[ReserveResult]]:
+    def decode(reply: list[Any]) -> list[ReserveResult]:
+        return [_reserve_result(answer, item) for answer, item in zip(reply, run, strict=True)]
+
+    return decode
+
+
+def _reserve_result(answer: int | bytes, item: Reservation) -> ReserveResult:
+    if isinstance(answer, int):
+        if answer > 0:
+            return ReserveResult(Reserved.NEW, Seq(answer), item.reserved_at, b"")
+        return ReserveResult(_REFUSALS[answer], Seq(0), Millis(0), b"")
+    reserved_at = Millis(_U64.unpack_from(answer, 1)[0])
+    if answer[:1] == b"C":
+        return ReserveResult(Reserved.COMMITTED, Seq(int(answer[9:])), reserved_at, b"")
+    end = answer.index(b":", 9)
+    return ReserveResult(Reserved.RECORDED, Seq(int(answer[9:end])), reserved_at, answer[end + 1 :])
+
+
+def _full_decoder(run: Sequence[Reservation]) -> Callable[[StoreError], list[ReserveResult] | None]:
+    def decode(error: StoreError) -> list[ReserveResult] | None:
+        if isinstance(error, StoreRefused) and str(error).startswith("OOM"):
+            return [ReserveResult(Reserved.FULL, Seq(0), Millis(0), b"")] * len(run)
+        return None
+
+    return decode
+
+
+def _commit_result(code: int, stamp: int) -> CommitResult:
+    if code == 0:
+        return CommitResult(Committed.COMMITTED, Millis(stamp))
+    if code > 0:
+        return CommitResult(Committed.ALREADY, Millis(code))
+    return CommitResult(_NOT_COMMITTED[code], Millis(0))
+
+
+def _parse_pending(field: bytes, value: bytes) -> Pending:
+    try:
+        identity, reserved_at = keys.unpack_value_head(value)
+        seq = Seq(int(value[keys.VALUE_HEAD_BYTES :]))
+        return Pending(keys.parse_pending_field(field), identity, seq, Millis(reserved_at), b"")
+    except (ValueError, struct.error) as error:
+        raise StoreBroken(f"msgpending holds what is not a pending message: {error}") from error
+
+
+def _history_page(reply: list[Any]) -> HistoryPage:
+    head, floor, more, *pairs = reply
+    records = tuple((Seq(int(seq)), record) for seq, record in zip(pairs[::2], pairs[1::2], strict=True))
+    return HistoryPage(records, Seq(floor + 1), Seq(head), bool(more))
+
+
+def _read_marks(reply: list[int]) -> list[ReadMarkResult]:
+    pairs = zip(reply[::2], reply[1::2], strict=True)
+    return [ReadMarkResult(mark == -2, Seq(max(mark, 0)), unread) for mark, unread in pairs]
+
+
+def _stored(partitions: Sequence[SlotId], parts: list[list[bytes | None]]) -> dict[SlotId, Offset]:
+    texts = parts[0] if parts else []
+    return {
+        slot: Offset(int(text)) for slot, text in zip(partitions, texts, strict=False) if text is not None
+    }
+
+
+def _used_ratio(info: bytes) -> float:
+    lines = dict(line.split(b":", 1) for line in info.split(b"\r\n") if b":" in line)
+    limit = int(lines[b"maxmemory"])
+    return int(lines[b"used_memory"]) / limit if limit else 0.0
