@@ -232,6 +232,29 @@ def decode_entry(data: bytes) -> Entry:
     return entry
 
 
+class _RecordHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    version: int
+    tenant: TenantId
+    conversation_id: ConversationId
+
+
+class _EntryHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    conversation_seq: Seq
+    record: _RecordHead
+
+
+_entry_head_decoder = msgspec.msgpack.Decoder(_EntryHead)
+
+
+def entry_coordinates(data: bytes) -> tuple[Seq, ConversationId]:
+    """Where an entry belongs, without copying its body. Raises RecordCorrupt when the bytes are no entry."""
+    try:
+        head = _entry_head_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RecordCorrupt(f"entry of {len(data)} bytes does not decode") from error
+    return head.conversation_seq, head.record.conversation_id
+
+
 def build_outbox_record(
     *, bucket: BucketId, seq: Seq, record: MessageRecord, record_bytes: bytes, identity: bytes
 ) -> bytes:

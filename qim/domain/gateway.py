@@ -25,6 +25,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from qim import limits
 from qim.errors import AuthRequired, ClientError, HeartbeatLost, SlowConsumer, Unauthenticated
+from qim.ids import TenantId, UserId
 
 K = TypeVar("K")
 
@@ -113,6 +114,27 @@ class TokenBucket:
         """Until one token is there; 0 when it is there already."""
         missing = 1.0 - self.available(now_seconds)
         return 0 if missing <= 0 else int(missing / self._rate.per_second * 1000) + 1
+
+
+class SendQuotas:
+    """The four buckets that a send is charged to."""
+
+    def __init__(self, bounds: GatewayLimits) -> None:
+        self._of_connection = bounds.sends
+        self._of_user: RateTable[tuple[TenantId, UserId]] = RateTable(bounds.sends)
+        self._of_tenant: RateTable[TenantId] = RateTable(bounds.shared_sends)
+        self._of_address: RateTable[bytes] = RateTable(bounds.shared_sends)
+
+    def buckets(
+        self, tenant: TenantId, user: UserId, address: bytes, now_seconds: float
+    ) -> tuple[TokenBucket, ...]:
+        """A connection keeps them: connection, user, tenant, address."""
+        return (
+            TokenBucket(self._of_connection, now_seconds),
+            self._of_user.bucket((tenant, user), now_seconds),
+            self._of_tenant.bucket(tenant, now_seconds),
+            self._of_address.bucket(address, now_seconds),
+        )
 
 
 def grant(buckets: Sequence[TokenBucket], wanted: int, now_seconds: float) -> int:

@@ -54,9 +54,10 @@ class Announcement(NamedTuple):
 
 
 class _User:
-    __slots__ = ("asked", "newest", "sessions")
+    __slots__ = ("asked", "newest", "sessions", "stay")
 
-    def __init__(self) -> None:
+    def __init__(self, stay: int) -> None:
+        self.stay = stay
         self.sessions: dict[DeviceId, Session] = {}
         self.newest = UNKNOWN
         self.asked = False
@@ -76,6 +77,7 @@ class PresenceTable:
         self._sessions_per_user_max = sessions_per_user_max
         self._users: dict[tuple[TenantId, UserId], _User] = {}
         self._count = 0
+        self._stays = 0
 
     def __len__(self) -> int:
         """Sessions, not users."""
@@ -94,7 +96,8 @@ class PresenceTable:
         elif repeated and held.session > session.session:
             return Announcement(Outcome.REPLACED_BY_LATER, None)
         if user is None:
-            user = self._users[key] = _User()
+            self._stays += 1
+            user = self._users[key] = _User(self._stays)
         user.sessions[session.device] = session
         displaced = held if held is not None and held.session != session.session else None
         return Announcement(Outcome.REGISTERED, displaced)
@@ -138,10 +141,19 @@ class PresenceTable:
         user = self._users.get((tenant, user_id))
         return user.newest if user is not None and (user.asked or user.newest) else None
 
-    def learn(self, tenant: TenantId, user_id: UserId, newest: MailboxSeq) -> MailboxSeq:
-        """Takes the store's answer; what was finished since then is newer and stays. Gives the newest."""
+    def stay_of(self, tenant: TenantId, user_id: UserId) -> int:
+        """Names the unbroken time that the user has been in the table; 0: is not."""
         user = self._users.get((tenant, user_id))
-        if user is None:
+        return user.stay if user else 0
+
+    def learn(self, tenant: TenantId, user_id: UserId, newest: MailboxSeq, *, stay: int) -> MailboxSeq:
+        """Takes the store's answer; what was finished since then is newer and stays. Gives the newest.
+
+        `stay` is from when the store was asked: if the user has left the table since, entries may have been
+        finished unseen, and the answer is good for its client only.
+        """
+        user = self._users.get((tenant, user_id))
+        if user is None or user.stay != stay:
             return newest
         user.asked = True
         user.newest = max(user.newest, newest)

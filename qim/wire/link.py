@@ -88,7 +88,7 @@ class Announce(NamedTuple):
     device: DeviceId
     session: SessionId
     pinging: bool
-    """Whether a client's PING waits for the answer."""
+    """A ping, or an announcement after the link came back; false for a log-in only."""
 
 
 class Announced(NamedTuple):

@@ -1,0 +1,544 @@
+"""The gateway of one worker: sockets in, requests out; answers and pushes in, one write per connection.
+
+A read is parsed where it lands, in the one buffer that all sockets share. Its frames become requests and go
+to the router at once; their bodies are not opened here. What comes back is collected per connection and
+leaves at the end of the pass. The gateway owns the table of connections and nothing durable: whatever it
+loses, a client repeats or pulls.
+
+Order of a log-in: token verified → announced to the owner of the user's shard → the owner's answer →
+AUTH_ACK. So the session is registered before the client pulls, and nothing falls between. PING takes the same
+way, therefore PONG carries the true newest mailbox sequence.
+
+Full: too many connections → GOAWAY with a time to come back. Too many sends → RESOURCE_EXHAUSTED each. More
+than 1,024 unanswered requests or 1 MiB unread → SLOW_CONSUMER, and a pull brings what was not pushed. All
+deadlines (AUTH, silence, a trickled frame, the end of a token) hang on one heap that one timer sweeps.
+The owner of a request dies: the router answers UNAVAILABLE or DEADLINE_EXCEEDED, the connections stay.
+A client dies: its silence is noticed, its session is withdrawn by name.
+"""
+
+import asyncio
+import secrets
+import socket
+import ssl
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+from qim import limits
+from qim.clock import Clock
+from qim.domain.gateway import (
+    DESTINATIONS,
+    NEVER,
+    Deadlines,
+    Destination,
+    FailedLogins,
+    GatewayLimits,
+    SendQuotas,
+    TokenBucket,
+    address_key,
+    grant,
+    is_slow,
+    may_connect,
+    next_deadline,
+    reconnect_after_ms,
+    retry_after_ms,
+    slow_consumer,
+    token_end,
+)
+from qim.errors import (
+    AuthRequired,
+    ClientError,
+    GoingAway,
+    RemoteProtocolError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+    VersionUnsupported,
+)
+from qim.ids import MailboxSeq, SessionId, TenantId, UserId, WorkerId
+from qim.metrics import Metrics
+from qim.records import entry_coordinates
+from qim.tokens import REFUSED, Identity, TokenVerifier
+from qim.wire.bodies import (
+    Auth,
+    AuthAck,
+    Ping,
+    Pong,
+    build_echo_entry,
+    build_error,
+    build_goaway,
+    build_message,
+    decode_body,
+)
+from qim.wire.connection import State
+from qim.wire.frames import Frame
+from qim.wire.layout import CLIENT_OPS, Op
+from qim.wire.link import Announce
+from workers.client_socket import ClientSocket, ConnectionTable, Waiting
+from workers.outbound import Outbound
+from workers.request import Request
+
+DESTINATION_OF: Final = {int(op): DESTINATIONS[op.name] for op in CLIENT_OPS}
+_SEND: Final = int(Op.SEND_MESSAGE)
+_CONVERSATION: Final = Destination.CONVERSATION
+_USER: Final = Destination.USER
+_READY: Final = State.READY
+_SESSION_TIME_BYTES: Final = 6
+
+PushedTo = tuple[int, int, int, int, bool]
+"""(handle, generation, previous, mailbox_seq, echo), as in `wire.link.PushTarget`."""
+
+
+class GatewayRouter(Protocol):
+    """The way to the owners, local or not (`workers/router.py`)."""
+
+    def route(self, request: Request, destination: Destination) -> None:
+        """Hands over one request; whatever happens, `request.origin` gets exactly one answer."""
+        ...
+
+    def owner_of_user(self, tenant: TenantId, user: UserId) -> WorkerId: ...
+
+    def announce(self, owner: WorkerId, announce: Announce) -> bool:
+        """False: the owner cannot be reached, there will be no answer."""
+        ...
+
+    def withdraw(self, owner: WorkerId, tenant: TenantId, user: UserId, session: SessionId) -> None: ...
+
+
+class Gateway:
+    """All client connections of one worker. The origin of their requests."""
+
+    def __init__(
+        self,
+        *,
+        router: GatewayRouter,
+        tokens: TokenVerifier,
+        clock: Clock,
+        outbound: Outbound,
+        bounds: GatewayLimits,
+        metrics: Metrics,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        """`tls` None speaks plain TCP: for the simulation only."""
+        self.read_buffer = memoryview(bytearray(limits.READ_BUFFER_BYTES))
+        self.outbound = outbound
+        self._router = router
+        self._tokens = tokens
+        self._clock = clock
+        self._bounds = bounds
+        self._metrics = metrics
+        self._tls = tls
+        self._table = ConnectionTable()
+        self._open = 0
+        self._of_address: dict[bytes, int] = {}
+        self._deadlines = Deadlines()
+        self._failed_logins = FailedLogins(bounds.failed_logins)
+        self._quotas = SendQuotas(bounds)
+        self._server: asyncio.Server | None = None
+        self._draining = False
+        self._stopped = asyncio.Event()
+
+    # --- life ----------------------------------------------------------------------------------------
+
+    async def listen(
+        self,
+        listener: socket.socket,
+        *,
+        backlog: int = 4096,
+        handshake_timeout_ms: int = limits.TLS_HANDSHAKE_TIMEOUT_MS,
+    ) -> None:
+        """Accepts on a bound socket from now on."""
+        loop = asyncio.get_running_loop()
+        if self._tls is None:
+            self._server = await loop.create_server(self.new_socket, sock=listener, backlog=backlog)
+            return
+        self._server = await loop.create_server(
+            self.new_socket,
+            sock=listener,
+            backlog=backlog,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake_timeout_ms / 1000,
+            ssl_shutdown_timeout=limits.TLS_SHUTDOWN_TIMEOUT_MS / 1000,
+        )
+
+    def new_socket(self) -> ClientSocket:
+        return ClientSocket(self)
+
+    async def run(self) -> None:
+        """Sweeps the deadlines until drained."""
+        while not self._stopped.is_set():
+            self.sweep()
+            await asyncio.sleep(limits.SWEEP_INTERVAL_MS / 1000)
+
+    async def drain(self, deadline: float) -> None:
+        """Accepts no more, says goodbye, waits for the answers that are still owed, closes everything.
+
+        `deadline` is monotonic seconds of the clock; what is unanswered then, the client repeats elsewhere.
+        """
+        self._draining = True
+        if self._server is not None:
+            self._server.close()
+        connected = list(self._table)
+        for index, sock in enumerate(connected):
+            after = reconnect_after_ms(index, len(connected))
+            self._collect(sock, build_goaway(GoingAway("the server is going down"), reconnect_after_ms=after))
+        while any(sock.unanswered for sock in self._table) and self._clock.monotonic() < deadline:
+            await asyncio.sleep(limits.SWEEP_INTERVAL_MS / 1000)
+        for sock in connected:
+            if not sock.ended:
+                self._forget(sock)
+                sock.finish(b"", with_collected=True)
+        self._stopped.set()
+
+    def sweep(self) -> None:
+        """Ends every connection whose time is over; called every 100 ms."""
+        now = self._clock.monotonic()
+        for at, handle, generation in self._deadlines.due(now):
+            sock = self._table.find(handle, generation)
+            if sock is None or sock.remind_at != at:
+                continue
+            over_at, error, reason = next_deadline(self._bounds, sock.vitals)
+            if over_at > now:
+                self._remind(sock, over_at)
+                continue
+            self._metrics.auth_late += error is AuthRequired
+            self._end(sock, error(reason))
+
+    # --- called by the sockets -----------------------------------------------------------------------
+
+    def on_connected(self, sock: ClientSocket, transport: asyncio.Transport) -> None:
+        peer = transport.get_extra_info("peername")
+        sock.address = address_key(peer[0]) if isinstance(peer, tuple) else b""
+        of_address = self._of_address.get(sock.address, 0)
+        admitted = may_connect(self._bounds, open_connections=self._open, of_address=of_address)
+        self._open += 1
+        self._of_address[sock.address] = of_address + 1
+        self._metrics.accepts += 1
+        if not admitted or self._draining:
+            self._metrics.shed_connections += 1
+            after = limits.RECONNECT_SPREAD_MS_MAX
+            sock.finish(build_goaway(GoingAway("no room"), reconnect_after_ms=after), with_collected=False)
+            return
+        _set_options(transport.get_extra_info("socket"))
+        self._table.add(sock)
+        sock.connected_at = sock.heard_at = self._clock.monotonic()
+        self._metrics.connections = len(self._table)
+        self._look_again(sock)
+
+    def on_bytes(self, sock: ClientSocket, count: int) -> None:
+        """One read: `count` bytes of the shared buffer belong to this connection."""
+        if sock.ended:
+            return
+        now = self._clock.monotonic()
+        was_ready = sock.wire.state is _READY
+        try:
+            frames = sock.wire.receive(self.read_buffer[:count])
+        except ClientError as error:
+            self._metrics.protocol_errors += isinstance(error, RemoteProtocolError | VersionUnsupported)
+            self._end(sock, error)
+            return
+        metrics = self._metrics
+        metrics.bytes_in += count
+        metrics.frames_in += len(frames)
+        sock.heard_at = now
+        self._watch_frame(sock, now, progressed=bool(frames))
+        if not frames:
+            return
+        if was_ready:
+            self._on_requests(sock, frames, now)
+        else:
+            sock.unanswered += 1
+            self._on_auth(sock, frames[0], now)
+
+    def on_lost(self, sock: ClientSocket) -> None:
+        self._open -= 1
+        left = self._of_address[sock.address] - 1
+        if left:
+            self._of_address[sock.address] = left
+        else:
+            del self._of_address[sock.address]
+        if not sock.ended:
+            self._forget(sock)
+            sock.finish(b"", with_collected=False)
+
+    def admits_write(self, sock: ClientSocket, unread: int, frames: int, size: int) -> bool:
+        """Asked once per connection and pass, before its write."""
+        if is_slow(self._bounds, unsent_bytes=unread + size, unanswered=0):
+            self._end_slow(sock, unread + size)
+            return False
+        self._metrics.frames_out += frames
+        self._metrics.bytes_out += size
+        return True
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def _on_requests(self, sock: ClientSocket, frames: Sequence[Frame], now: float) -> None:
+        sock.unanswered += len(frames)
+        if is_slow(self._bounds, unsent_bytes=0, unanswered=sock.unanswered):
+            self._end_slow(sock, sock.unsent_bytes)
+            return
+        granted = self._grant_sends(sock, frames, now)
+        for frame in frames:
+            opcode, request_id, body = frame
+            if opcode == _SEND:
+                granted -= 1
+                if granted < 0:
+                    self._refuse_send(sock, request_id, now)
+                    continue
+            destination = DESTINATION_OF[opcode]
+            if destination is _CONVERSATION or destination is _USER:
+                request = Request(
+                    origin=self, handle=sock.handle, generation=sock.generation, request_id=request_id,
+                    opcode=opcode, tenant=sock.tenant, user=sock.user, device=sock.device,
+                    session=sock.session, body=body, arrived=now,
+                )  # fmt: skip
+                self._router.route(request, destination)
+            else:
+                self._answer_here(sock, frame, now)
+            if sock.ended:
+                return
+
+    def _grant_sends(self, sock: ClientSocket, frames: Sequence[Frame], now: float) -> int:
+        sends = 0
+        for frame in frames:
+            sends += frame[0] == _SEND
+        return grant(self._buckets_of(sock, now), sends, now) if sends else 0
+
+    def _buckets_of(self, sock: ClientSocket, now: float) -> tuple[TokenBucket, ...]:
+        if sock.buckets is None:
+            sock.buckets = self._quotas.buckets(sock.tenant, sock.user, sock.address, now)
+        return sock.buckets
+
+    def _refuse_send(self, sock: ClientSocket, request_id: int, now: float) -> None:
+        self._metrics.shed_rate += 1
+        after = retry_after_ms(self._buckets_of(sock, now), now)
+        self._answer(sock, build_error(request_id, ResourceExhausted("too many sends", retry_after_ms=after)))
+
+    def _answer_here(self, sock: ClientSocket, frame: Frame, now: float) -> None:
+        opcode, request_id, _ = frame
+        match opcode:
+            case Op.PING:
+                self._on_ping(sock, frame)
+            case Op.AUTH:
+                self._on_auth(sock, frame, now)
+            case Op.PONG:
+                sock.unanswered -= 1
+            case _:
+                error = Unsupported(f"{Op(opcode).name} is not served yet")
+                self._answer(sock, build_error(request_id, error))
+
+    def _on_ping(self, sock: ClientSocket, frame: Frame) -> None:
+        try:
+            ping: Ping = decode_body(Op.PING, frame.body)
+        except ClientError as error:
+            self._answer(sock, build_error(frame.request_id, error))
+            return
+        self._await_owner(sock, Waiting(Op.PING, frame.request_id, ping.time))
+        if not self._announce(sock, repeated=True):
+            self._answer_waiting(sock, MailboxSeq(0))
+
+    # --- log-in --------------------------------------------------------------------------------------
+
+    def _on_auth(self, sock: ClientSocket, frame: Frame, now: float) -> None:
+        first = not sock.session
+        try:
+            auth, identity = self._verify(sock, frame, now)
+        except ClientError as error:
+            self._answer(sock, build_error(frame.request_id, error))
+            # A connection that was somebody stays so until its own token ends.
+            if first:
+                self._part(sock)
+            return
+        sock.token_ends_at = token_end(
+            now_seconds=now, now_ms=self._clock.now_ms(), expires_at_ms=identity.expires_at_ms
+        )
+        if first:
+            sock.tenant, sock.user, sock.device = identity.tenant, identity.user, auth.device_id
+            sock.session = self._new_session()
+            sock.owner = self._router.owner_of_user(sock.tenant, sock.user)
+        self._look_again(sock)
+        self._await_owner(sock, Waiting(Op.AUTH, frame.request_id))
+        if not self._announce(sock, repeated=not first):
+            self._fail_waiting(sock)
+
+    def _verify(self, sock: ClientSocket, frame: Frame, now: float) -> tuple[Auth, Identity]:
+        """Raises what the client is told. The cheap checks come first, the signature last."""
+        wait_ms = self._failed_logins.wait_ms(sock.address, now)
+        if wait_ms:
+            raise ResourceExhausted("too many refused tokens", retry_after_ms=wait_ms)
+        auth: Auth = decode_body(Op.AUTH, frame.body)
+        try:
+            identity = self._tokens.verify(auth.token)
+            if identity.device not in {None, auth.device_id}:
+                raise Unauthenticated(REFUSED)
+            if sock.session and (identity.tenant, identity.user, auth.device_id) != (
+                sock.tenant, sock.user, sock.device,
+            ):  # fmt: skip
+                raise Unauthenticated(REFUSED)
+        except Unauthenticated:
+            self._metrics.auth_refused += 1
+            self._failed_logins.note_failure(sock.address, now)
+            raise
+        return auth, identity
+
+    def _new_session(self) -> SessionId:
+        """Begins with the time: of two sessions of a device the later one is known by it."""
+        time = self._clock.now_ms().to_bytes(_SESSION_TIME_BYTES, "big")
+        return SessionId(time + secrets.token_bytes(16 - _SESSION_TIME_BYTES))
+
+    def _announce(self, sock: ClientSocket, *, repeated: bool) -> bool:
+        who = (sock.tenant, sock.user, sock.device, sock.session)
+        return self._router.announce(sock.owner, Announce(sock.handle, sock.generation, *who, repeated))
+
+    def _await_owner(self, sock: ClientSocket, waiting: Waiting) -> None:
+        if sock.waiting is None:
+            sock.waiting = []
+        sock.waiting.append(waiting)
+
+    def announced(self, handle: int, generation: int, newest: MailboxSeq) -> None:
+        """The owner has registered the session; it answers announcements of one connection in order."""
+        sock = self._table.find(handle, generation)
+        if sock is not None and sock.waiting:
+            self._answer_waiting(sock, newest)
+
+    def _answer_waiting(self, sock: ClientSocket, newest: MailboxSeq) -> None:
+        """Answers the first that waits."""
+        assert sock.waiting
+        waiting = sock.waiting.pop(0)
+        if not sock.waiting:
+            sock.waiting = None
+        if waiting.opcode == Op.PING:
+            pong = Pong(self._clock.now_ms(), newest)
+            self._answer(sock, build_message(Op.PONG, waiting.request_id, pong))
+            return
+        if sock.wire.state is State.AUTHENTICATING:
+            sock.wire.authenticated()
+        self._answer(sock, build_message(Op.AUTH_ACK, waiting.request_id, self._auth_ack(sock, newest)))
+
+    def _auth_ack(self, sock: ClientSocket, newest: MailboxSeq) -> AuthAck:
+        bounds = self._bounds
+        told = {
+            "message_body_bytes": limits.MESSAGE_BODY_BYTES_MAX,
+            "page_entries": limits.PAGE_ENTRIES_MAX,
+            "unanswered_requests": bounds.unanswered_requests_max,
+            "sends_per_second": int(bounds.sends.per_second),
+            "sends_burst": int(bounds.sends.burst),
+        }
+        return AuthAck(sock.user, sock.session, self._clock.now_ms(), bounds.ping_interval_ms, told, newest)
+
+    def _fail_waiting(self, sock: ClientSocket) -> None:
+        """The owner cannot be reached: pings are still answered, a log-in has to come again."""
+        while sock.waiting:
+            if sock.waiting[0].opcode == Op.PING or sock.wire.state is _READY:
+                self._answer_waiting(sock, MailboxSeq(0))
+                continue
+            request_id = sock.waiting.pop(0).request_id
+            self._answer(sock, build_error(request_id, Unavailable("try again", retry_after_ms=1_000)))
+            self._part(sock)
+
+    # --- called by the router ------------------------------------------------------------------------
+
+    def reply(self, request: Request, frame: bytes) -> None:
+        """Origin of the local requests."""
+        self.deliver_reply(request.handle, request.generation, frame)
+
+    def deliver_reply(self, handle: int, generation: int, frame: bytes) -> None:
+        sock = self._table.find(handle, generation)
+        if sock is not None:
+            self._answer(sock, frame)
+
+    def deliver(self, targets: Iterable[PushedTo], entry: bytes) -> None:
+        """Pushes one entry to connections of this worker; those that have gone are left out."""
+        echo = b""
+        for handle, generation, previous, mailbox_seq, is_echo in targets:
+            sock = self._table.find(handle, generation)
+            if sock is None or sock.wire.state is not _READY:
+                continue
+            if is_echo and not echo:
+                echo = build_echo_entry(*entry_coordinates(entry))
+            if sock.push(previous, mailbox_seq, echo if is_echo else entry) > self._bounds.unsent_bytes_max:
+                self._end_slow(sock, sock.unsent_bytes)
+
+    def close(self, handle: int, generation: int, error: ClientError) -> None:
+        """The owner of the user's shard has decided that this session ends."""
+        sock = self._table.find(handle, generation)
+        if sock is None:
+            return
+        if sock.wire.state is State.AUTHENTICATING and sock.waiting:
+            self._answer(sock, build_error(sock.waiting.pop(0).request_id, error))
+        self._end(sock, error)
+
+    def on_owner_lost(self, owner: WorkerId) -> None:
+        """What waits for this owner's word will not get it."""
+        for sock in list(self._table):
+            if sock.waiting and sock.owner == owner:
+                self._fail_waiting(sock)
+
+    def announce_all(self, owner: WorkerId) -> None:
+        """The owner is back and knows nothing, or not all: tell it every session again."""
+        for sock in self._table:
+            if sock.owner == owner and sock.wire.state is _READY:
+                self._announce(sock, repeated=True)
+
+    # --- the table and the end of a connection -------------------------------------------------------
+
+    def _collect(self, sock: ClientSocket, frame: bytes) -> None:
+        if sock.collect(frame) > self._bounds.unsent_bytes_max:
+            self._end_slow(sock, sock.unsent_bytes)
+
+    def _answer(self, sock: ClientSocket, frame: bytes) -> None:
+        sock.unanswered -= 1
+        self._collect(sock, frame)
+
+    def _end_slow(self, sock: ClientSocket, unsent_bytes: int) -> None:
+        if sock.ended:
+            return
+        self._metrics.slow_disconnects += 1
+        self._forget(sock)
+        error = slow_consumer(unsent_bytes=unsent_bytes, unanswered=sock.unanswered)
+        # What it has not read would only stand before the reason; a pull brings it again.
+        sock.finish(build_goaway(error), with_collected=False)
+
+    def _end(self, sock: ClientSocket, error: ClientError) -> None:
+        if not sock.ended:
+            self._forget(sock)
+            sock.finish(build_goaway(error, reconnect_after_ms=error.retry_after_ms), with_collected=True)
+
+    def _part(self, sock: ClientSocket) -> None:
+        """Ends a connection that has got its reason as an answer."""
+        if not sock.ended:
+            self._forget(sock)
+            sock.finish(b"", with_collected=True)
+
+    def _forget(self, sock: ClientSocket) -> None:
+        self._table.remove(sock)
+        self._metrics.connections = len(self._table)
+        if sock.session:
+            self._router.withdraw(sock.owner, sock.tenant, sock.user, sock.session)
+
+    # --- deadlines -----------------------------------------------------------------------------------
+
+    def _watch_frame(self, sock: ClientSocket, now: float, *, progressed: bool) -> None:
+        if not sock.wire.buffered:
+            sock.frame_begun_at = NEVER
+        elif progressed or sock.frame_begun_at == NEVER:
+            sock.frame_begun_at = now
+            self._look_again(sock)
+
+    def _look_again(self, sock: ClientSocket) -> None:
+        """A deadline may have come nearer; a reminder that is early enough already stays the only one."""
+        at, _, _ = next_deadline(self._bounds, sock.vitals)
+        if at < sock.remind_at:
+            self._remind(sock, at)
+
+    def _remind(self, sock: ClientSocket, at: float) -> None:
+        sock.remind_at = at
+        self._deadlines.remind(at, sock.handle, sock.generation)
+
+
+def _set_options(connection: socket.socket | None) -> None:
+    if connection is None or connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A peer that acknowledges nothing for this long is gone, even if it never says so.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limits.CONNECTION_SILENCE_MS_MAX)
