@@ -1,4 +1,4 @@
-"""Trims the two logs of a worker's own partitions: what is older than the retention and finished by everybody.
+"""Trims the two logs of a worker's own partitions: what is old enough and finished by everybody.
 
 Every 30 s the end of each partition is noted with the time. A record is old enough when it lies below an end
 that was noted an hour ago; so no record needs a time of its own, and a restart only forgets samples, which

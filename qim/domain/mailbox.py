@@ -125,7 +125,9 @@ def check_start(
         return ""
     if found is None:
         return "" if low == position + 1 else f"the record at {position} is not where it was"
-    return "" if identify(found)[0] == stored_dispatch else f"the record at {position} is not the one that was finished there"
+    if identify(found)[0] != stored_dispatch:
+        return f"the record at {position} is not the one that was finished there"
+    return ""
 
 
 def backoff_ms(attempts: int) -> int:

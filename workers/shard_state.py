@@ -1,0 +1,109 @@
+"""State of one mailbox shard, and what travels through the mailbox role.
+
+    watermark   the newest W that the store has confirmed
+    sent        the W that it will have when everything issued succeeds; sent ≥ watermark
+    queue       records for the serial path, directly behind `sent`; while it holds any, no run names the shard
+    held        the partition is paused and what was read of it is forgotten; it comes back at W, or stays
+                while `stopped` says why
+
+Only the loop changes a shard, and only `workers/shards.py` and `workers/serial.py` do. A shard lost with its
+process is built again from the store: nothing here is durable, and nothing needs to be.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from qim.domain import mailbox as rules
+from qim.domain.presence import Session
+from qim.ids import DeviceId, DispatchId, MailboxSeq, Offset, SlotId, TenantId, UserId, WorkerId
+from qim.ports import MailboxWrite
+
+
+class PresenceView(Protocol):
+    """What the mailbox asks of the presence of its users."""
+
+    def sessions_of(self, tenant: TenantId, user: UserId, /) -> Sequence[Session]: ...
+
+    def advance(self, tenant: TenantId, user: UserId, mailbox_seq: MailboxSeq, /) -> MailboxSeq:
+        """Notes the user's newest entry, gives the one before it; 0 = not known."""
+        ...
+
+
+class Pusher(Protocol):
+    """Takes an entry to sessions on one worker. Never raises and never waits: a push may be lost."""
+
+    def push(self, worker: WorkerId, targets: list[tuple[int, int, int, int, bool]], entry: bytes, /) -> None:
+        """Targets: handle, generation, previous, mailbox_seq, echo."""
+        ...
+
+
+class Delivery(NamedTuple):
+    """A record on its way into mailboxes, and who sent it."""
+
+    write: MailboxWrite
+    sender: UserId
+    device: DeviceId
+
+    @property
+    def recipients(self) -> tuple[UserId, ...]:
+        return self.write.recipients
+
+
+class StoppedShard(NamedTuple):
+    """Where a shard stands still and why."""
+
+    offset: Offset
+    """Of the record that cannot be finished; W − base + 1."""
+    dispatch_id: DispatchId
+    """Empty where no record could be read."""
+    reason: str
+
+
+class Shard:
+    """State of one shard; see the invariants above."""
+
+    __slots__ = (
+        "alone", "attempts", "base", "held", "in_flight", "overflowed", "queue", "reload", "retry_at", "sent",
+        "serving", "slot", "stopped", "watermark",
+    )  # fmt: skip
+
+    def __init__(self, slot: SlotId, *, base: MailboxSeq, watermark: MailboxSeq) -> None:
+        self.slot = slot
+        self.base = base
+        self.watermark = watermark
+        self.sent = watermark
+        self.in_flight = 0
+        """Records issued in runs and not answered."""
+        self.held = False
+        self.reload = False
+        """W must be read from the store before going on: it was not where we believed."""
+        self.attempts = 0
+        self.retry_at = 0.0
+        self.alone = False
+        """The next record goes through the serial path, so that an error names this shard only."""
+        self.queue: deque[Delivery] = deque()
+        self.serving = False
+        """A serial lane works on the queue."""
+        self.overflowed = False
+        """The queue was full, the partition is paused until it is empty."""
+        self.stopped: StoppedShard | None = None
+
+    @property
+    def position(self) -> Offset:
+        return rules.position_of(base=self.base, watermark=self.watermark)
+
+    def offset_of(self, mailbox_seq: MailboxSeq) -> Offset:
+        return Offset(mailbox_seq - self.base)
+
+
+def build_delivery(shard: Shard, offset: Offset, data: bytes) -> Delivery:
+    """Reads a dispatch record as the write that the store is asked for. Raises RecordCorrupt."""
+    dispatch = rules.read_dispatch(data, shard.slot)
+    header = dispatch.header
+    write = MailboxWrite(
+        shard.slot, rules.mailbox_seq_of(base=shard.base, offset=offset), dispatch.dispatch_id,
+        header.dispatch_digest, header.reserved_at, header.tenant, dispatch.recipients, dispatch.entry,
+        header.ephemeral,
+    )  # fmt: skip
+    return Delivery(write, header.sender, header.sender_device)
