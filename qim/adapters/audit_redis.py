@@ -1,4 +1,4 @@
-"""The commit side of the orphan audit on Redis: reads only, in pages, and says what contradicts what.
+"""The orphan audit on Redis: reads only, in pages, and says what contradicts what.
 
 The audit walks raw keys on purpose. A check that went through the scripts it checks would share their
 mistakes. What it looks for (invariant C11, and C7 on the way):
@@ -11,6 +11,9 @@ mistakes. What it looks for (invariant C11, and C7 on the way):
     fact_differs     its commit fact names another sequence or another content
     record_missing   an Outbox record above the floor whose canonical record is gone
     record_differs   … or has other bytes
+    dispatch_open    a dispatch that its shard has passed without finishing it
+    entry_missing    a finished dispatch whose entry is not in a recipient's mailbox
+    entry_doubled    … or is there under two days
 
 Every page is one pipeline of at most PAGE commands, so that an audit of a busy server delays nobody for
 longer than a batch of messages does.
@@ -19,12 +22,13 @@ longer than a batch of messages does.
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from qim.adapters import mailbox_keys
 from qim.adapters import redis_keys as keys
 from qim.adapters.redis_pipe import RedisPipe
 from qim.ids import BucketId, ConversationId, Seq, TenantId
 from qim.limits import IDEMPOTENCY_WINDOW_MS
 from qim.ports import MessageKey
-from qim.records import RoutingHeader, decode_entry, encode_record
+from qim.records import Dispatch, RoutingHeader, decode_entry, encode_record
 
 PAGE: Final = 256
 _CONVERSATION_PREFIX: Final = b"conv:{b"
@@ -175,6 +179,54 @@ class RedisCommitAudit:
             if not exists and seq > int(floor or 0):
                 findings.append(Finding("index_orphan", f"{suffix[_TAG_BYTES:].hex()} seq {seq}"))
         return findings
+
+
+class RedisMailboxAudit:
+    """Reads one mailbox instance."""
+
+    def __init__(self, pipe: RedisPipe) -> None:
+        self._pipe = pipe
+
+    async def entries(self, dispatches: Sequence[Dispatch]) -> list[Finding]:
+        """Each dispatch is finished, and each of its recipients holds the entry under one day."""
+        states = [
+            self._pipe.command("HGET", mailbox_keys.progress_key(d.header.reserved_at), d.dispatch_id)
+            for d in dispatches
+        ]
+        findings: list[Finding] = []
+        asked: list[tuple[str, list[Any]]] = []
+        for dispatch, waiting in zip(dispatches, states, strict=True):
+            state = await waiting
+            where = f"shard {dispatch.shard} dispatch {dispatch.dispatch_id.hex()} seq {dispatch.header.seq}"
+            if state is None or state[8:9] == b"o":
+                findings.append(Finding("dispatch_open", where))
+            elif state[8:9] == b"f":
+                asked.extend(self._ask_entries(dispatch, int.from_bytes(state[9:13], "big"), where))
+        for where, days in asked:
+            held = sum([await score is not None for score in days])
+            if held != 1:
+                findings.append(Finding("entry_missing" if held == 0 else "entry_doubled", where))
+        return findings
+
+    def _ask_entries(self, dispatch: Dispatch, day: int, where: str) -> list[tuple[str, list[Any]]]:
+        """Per recipient: the score of the entry under its day and under the days beside it."""
+        header = dispatch.header
+        return [
+            (
+                f"{where} user {user.hex()}",
+                [
+                    self._pipe.command(
+                        "ZSCORE",
+                        mailbox_keys.mailbox_key(
+                            dispatch.shard, header.tenant, user, day=near, ephemeral=header.ephemeral
+                        ),
+                        dispatch.entry,
+                    )
+                    for near in (day - 1, day, day + 1)
+                ],
+            )
+            for user in dispatch.recipients
+        ]
 
 
 def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:  # noqa: ANN401 - RESP2 answers flat, RESP3 a map
