@@ -42,6 +42,8 @@ def events_logged(source: Source) -> Iterator[tuple[int, str | None]]:
             match node.args[0]:
                 case ast.Constant(value=str(event)):
                     yield node.lineno, event
+                case ast.IfExp(body=ast.Constant(value=str(event)), orelse=ast.Constant(value=str(other))):
+                    yield from ((node.lineno, event), (node.lineno, other))
                 case _:
                     yield node.lineno, None
 
