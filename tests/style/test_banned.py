@@ -105,7 +105,7 @@ def bare_suppressions(source: Source) -> list[str]:
     """A suppression names its rule and gives its reason on the same line."""
     if not source.is_in("qim", "workers", "loadtest"):
         return []
-    pattern = re.compile(r"# noqa(?!: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)* - \w)")
+    pattern = re.compile(r"# noqa(?!: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)* - \S)")
     return [
         f"{source.path}:{number} suppression without its reason"
         for number, line in enumerate(source.text.splitlines(), start=1)

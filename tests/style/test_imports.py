@@ -83,14 +83,12 @@ def test_a_special_import_elsewhere_is_seen(text: str) -> None:
 
 
 def test_adapters_are_chosen_in_one_file() -> None:
-    """Every other process file receives ports; only the wiring and the tools that prepare a store name
-    a medium.
-    """
+    """Every role receives ports; only the wiring, the start guards and the store commands name a medium."""
     allowed = (
         "workers/wiring.py",
+        "workers/guards.py",
         "workers/__main__.py",
         "workers/init.py",
-        "workers/dev.py",
         "workers/audit.py",
     )
     found = [
