@@ -164,8 +164,9 @@ class User:
     # --- what comes in ---
 
     def receive(self, data: bytes | bytearray | memoryview, at: float) -> bytes:
-        """Reports everything to the sink; gives what must be written now: the next pull, or mostly
-        nothing.""" answer = b"" for frame in self.connection.receive(data):
+        """Reports everything to the sink; gives what must be written now, which is mostly nothing."""
+        answer = b""
+        for frame in self.connection.receive(data):
             if frame.opcode == Op.PUSH_EVENTS:
                 self._on_push(frame, at)
             elif frame.request_id:
