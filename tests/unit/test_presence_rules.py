@@ -1,0 +1,173 @@
+"""The presence table: who replaces whom, what a withdrawal may remove, what `previous` may claim."""
+
+import pytest
+
+from qim.domain.presence import Outcome, PresenceTable, Session
+from qim.ids import DeviceId, MailboxSeq, SessionId, TenantId, UserId, WorkerId
+
+TENANT = TenantId(1)
+ALICE, BOB = UserId(b"a" * 16), UserId(b"b" * 16)
+PHONE, TABLET = DeviceId(b"p" * 16), DeviceId(b"t" * 16)
+
+
+def session(number: int, *, user: UserId = ALICE, device: DeviceId = PHONE, worker: int = 0) -> Session:
+    """Sessions with a larger number logged in later."""
+    name = SessionId(number.to_bytes(16, "big"))
+    return Session(WorkerId(worker), number, number, TENANT, user, device, name)
+
+
+def test_a_registered_session_is_where_pushes_go() -> None:
+    table = PresenceTable()
+    assert table.announce(session(1), repeated=False) == (Outcome.REGISTERED, None)
+    assert table.sessions_of(TENANT, ALICE) == [session(1)]
+    assert table.sessions_of(TENANT, BOB) == []
+    assert table.sessions_of(TenantId(2), ALICE) == []
+
+
+def test_two_devices_of_one_user_live_side_by_side() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    assert table.announce(session(2, device=TABLET), repeated=False).displaced is None
+    assert len(table.sessions_of(TENANT, ALICE)) == 2
+
+
+@pytest.mark.shows("O14")
+def test_a_later_log_in_of_a_device_replaces_the_earlier() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    assert table.announce(session(2, worker=3), repeated=False) == (Outcome.REGISTERED, session(1))
+    assert table.sessions_of(TENANT, ALICE) == [session(2, worker=3)]
+    assert len(table) == 1
+
+
+@pytest.mark.shows("O14")
+def test_a_log_in_counts_even_when_the_wall_clock_has_stepped_back() -> None:
+    table = PresenceTable()
+    table.announce(session(5), repeated=False)
+    assert table.announce(session(2), repeated=False).displaced == session(5)
+
+
+@pytest.mark.shows("O14")
+def test_the_ping_of_a_replaced_session_does_not_throw_out_its_successor() -> None:
+    table = PresenceTable()
+    table.announce(session(2), repeated=False)
+    assert table.announce(session(1), repeated=True) == (Outcome.REPLACED_BY_LATER, None)
+    assert table.sessions_of(TENANT, ALICE) == [session(2)]
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_after_the_owner_was_lost_the_later_session_wins_in_any_order(order: tuple[int, int]) -> None:
+    table = PresenceTable()
+    for number in order:
+        table.announce(session(number), repeated=True)
+    assert table.sessions_of(TENANT, ALICE) == [session(2)]
+
+
+def test_a_repeated_announcement_changes_nothing() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    assert table.announce(session(1), repeated=True) == (Outcome.REGISTERED, None)
+    assert len(table) == 1
+
+
+@pytest.mark.shows("O13", "O14")
+def test_the_late_end_of_an_old_session_does_not_remove_the_new_one() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    table.announce(session(2), repeated=False)
+    assert not table.withdraw(TENANT, ALICE, session(1).session)
+    assert table.sessions_of(TENANT, ALICE) == [session(2)]
+
+
+def test_a_withdrawn_session_is_gone_and_the_table_empty() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    assert table.withdraw(TENANT, ALICE, session(1).session)
+    assert not table.withdraw(TENANT, ALICE, session(1).session)
+    assert table.sessions_of(TENANT, ALICE) == []
+    assert len(table) == 0
+
+
+def test_a_lost_gateway_takes_only_its_own_sessions_along() -> None:
+    table = PresenceTable()
+    table.announce(session(1, worker=1), repeated=False)
+    table.announce(session(2, device=TABLET, worker=2), repeated=False)
+    table.announce(session(3, user=BOB, worker=1), repeated=False)
+    assert table.drop_worker(WorkerId(1)) == 2
+    assert table.sessions_of(TENANT, ALICE) == [session(2, device=TABLET, worker=2)]
+    assert len(table) == 1
+
+
+def test_a_full_table_refuses_newcomers_and_keeps_who_is_there() -> None:
+    table = PresenceTable(sessions_max=1)
+    table.announce(session(1), repeated=False)
+    assert table.announce(session(2, user=BOB), repeated=False).outcome is Outcome.FULL
+    assert table.announce(session(3), repeated=False).outcome is Outcome.REGISTERED
+
+
+def test_one_user_cannot_fill_the_table_with_devices() -> None:
+    table = PresenceTable(sessions_per_user_max=1)
+    table.announce(session(1), repeated=False)
+    assert table.announce(session(2, device=TABLET), repeated=False).outcome is Outcome.FULL
+    assert table.announce(session(3, user=BOB), repeated=False).outcome is Outcome.REGISTERED
+
+
+def known(newest: int) -> PresenceTable:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    table.learn(TENANT, ALICE, MailboxSeq(newest), stay=table.stay_of(TENANT, ALICE))
+    return table
+
+
+@pytest.mark.shows("M10")
+def test_entries_of_a_known_user_form_an_unbroken_chain() -> None:
+    table = known(10)
+    assert table.advance(TENANT, ALICE, MailboxSeq(12)) == 10
+    assert table.advance(TENANT, ALICE, MailboxSeq(15)) == 12
+    assert table.newest(TENANT, ALICE) == 15
+
+
+def test_the_first_entry_before_the_store_has_answered_claims_no_predecessor() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    assert table.newest(TENANT, ALICE) is None
+    assert table.advance(TENANT, ALICE, MailboxSeq(12)) == 0
+    assert table.advance(TENANT, ALICE, MailboxSeq(15)) == 12
+
+
+def test_a_late_answer_of_the_store_does_not_turn_the_chain_back() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    table.advance(TENANT, ALICE, MailboxSeq(12))
+    assert table.learn(TENANT, ALICE, MailboxSeq(9), stay=table.stay_of(TENANT, ALICE)) == 12
+    assert table.advance(TENANT, ALICE, MailboxSeq(15)) == 12
+
+
+def test_an_entry_that_the_store_had_already_counted_breaks_the_chain() -> None:
+    table = known(12)
+    assert table.advance(TENANT, ALICE, MailboxSeq(12)) == 0
+    assert table.advance(TENANT, ALICE, MailboxSeq(15)) == 12
+
+
+def test_an_answer_from_before_the_user_left_is_not_remembered() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    asked_during = table.stay_of(TENANT, ALICE)
+    table.drop_worker(WorkerId(0))
+    table.advance(TENANT, ALICE, MailboxSeq(12))
+    table.announce(session(1), repeated=True)
+    assert table.learn(TENANT, ALICE, MailboxSeq(9), stay=asked_during) == 9
+    assert table.newest(TENANT, ALICE) is None
+
+
+def test_an_empty_mailbox_is_known_to_be_empty() -> None:
+    assert known(0).newest(TENANT, ALICE) == 0
+
+
+def test_an_offline_user_has_no_chain() -> None:
+    table = known(10)
+    table.withdraw(TENANT, ALICE, session(1).session)
+    assert table.newest(TENANT, ALICE) is None
+    assert table.advance(TENANT, ALICE, MailboxSeq(12)) == 0
+    table.announce(session(2), repeated=False)
+    assert table.newest(TENANT, ALICE) is None
