@@ -104,6 +104,8 @@ NEVER_LOGGED: Final = frozenset(
 )
 LINE_BYTES_MAX: Final = 4096
 """A pipe takes at most this much in one piece (PIPE_BUF), and then never half of it."""
+STACK_FRAMES_MAX: Final = 16
+"""The innermost ones; they fit into a line together with the fields."""
 PENDING_BYTES_MAX: Final = 1_048_576
 LIBRARY_TEXT_CHARACTERS_MAX: Final = 300
 REPEAT_INTERVAL_MS: Final = 10_000
@@ -129,7 +131,9 @@ class LineSink:
         """Writes the line, or counts it as dropped."""
         if self._socket is not None:
             self._send(self._socket, line + b"\n")
-        elif not self._is_pipe or self._fits():
+        elif not self._is_pipe:
+            os.write(self._descriptor, line + b"\n")
+        elif self._fits():
             os.write(self._descriptor, line[: LINE_BYTES_MAX - 1] + b"\n")
         else:
             self.dropped += 1
@@ -281,7 +285,7 @@ def _describe_error(_logger: object, _method: str, event: Fields) -> Fields:
         event["error"] = type(error).__name__
         if isinstance(error, ClientError):
             event.update(code=error.code, retryable=error.retryable)
-        frames = traceback.extract_tb(error.__traceback__)
+        frames = traceback.extract_tb(error.__traceback__)[-STACK_FRAMES_MAX:]
         event["stack"] = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
     return event
 
