@@ -42,7 +42,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "child_fenced": "A child stopped because a newer owner took one of its slots.",
     "child_flapping": "A child died so often that the service reports itself as not ready.",
     "child_forked": "A child was started.",
-    "claim_not_released": "A slot could not be given back at the end; the next owner takes it over all the same.",
+    "claim_not_released": "A slot could not be given back at the end; its next owner takes it anyway.",
     "config_reload_refused": "A changed configuration was not taken over; the old one stays.",
     "config_reloaded": "A changed configuration was taken over.",
     "connection_slow": "Connections were closed because their clients did not read.",

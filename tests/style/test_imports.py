@@ -13,7 +13,7 @@ from tests.style.source_files import ROOT, Source, python_sources
 
 ONLY_IMPORTER = {
     # One loop implementation, chosen in one place: every role also runs on a stock loop.
-    "uvloop": ("workers/worker.py", "loadtest"),
+    "uvloop": ("workers/worker.py", "loadtest", "tests"),
     # Time is passed in; the clock is where it comes from. Tests and generators measure real time.
     "time": ("qim/clock.py", "qim/ctl", "qim/client", "workers", "loadtest", "tests"),
     "pickle": (),
