@@ -204,6 +204,11 @@ class Gateway:
             self._metrics.auth_late += error is AuthRequired
             self._end(sock, error(reason))
 
+    @property
+    def open_sockets(self) -> int:
+        """Connections whose socket is still open, those that have ended and say goodbye included."""
+        return self._open
+
     # --- called by the sockets -----------------------------------------------------------------------
 
     def on_connected(self, sock: ClientSocket, transport: asyncio.Transport) -> None:

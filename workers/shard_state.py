@@ -2,7 +2,7 @@
 
     watermark   the newest W that the store has confirmed
     sent        the W that it will have when everything issued succeeds; sent ≥ watermark
-    queue       records for the serial path, directly behind `sent`; while it holds any, no run names the shard
+    queue       records for the serial path, directly behind `sent`; while it holds any, no run names it
     held        the partition is paused and what was read of it is forgotten; it comes back at W, or stays
                 while `stopped` says why
 

@@ -4,14 +4,14 @@
     finisher   takes the answers in order: W has moved → push; anything else → the shard goes back to W
     resumer    opens shards again whose back-off is over
 
-A call says which W it expects. So calls may be pipelined: after a failed one the store refuses all later ones
-of the shard, and nothing is written behind a gap. **W moves only in the store**, in one step with the entries;
-a push starts only after the store has said so, and whatever happens to it delays nothing.
+A call says which W it expects. So calls may be pipelined: after a failed one the store refuses all later
+ones of the shard, and nothing is written behind a gap. **W moves only in the store**, in one step with the
+entries; a push starts only after the store has said so, and whatever happens to it delays nothing.
 
 A shard in trouble is *held*: its partition is paused, what was read of it is forgotten, and when nothing of
 it is in flight any more the reader goes back to W. Refused or unknown: after a back-off, for ever. Another
-digest under a known dispatch id, an unreadable record, a store that contradicts itself: the shard stops, alone,
-until an operator decides. Records that no fused call may carry go through `workers/serial.py`, one by one.
+digest under a known dispatch id, an unreadable record, a store that contradicts itself: the shard stops,
+alone, until an operator decides. Records that no fused call may carry go through `workers/serial.py`.
 
 Full: the reader waits for the finisher; nothing is queued here but what is in flight.
 """

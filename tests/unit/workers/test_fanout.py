@@ -1,0 +1,158 @@
+"""The fan-out on memory logs: positions behind durable dispatches only, partitions that stop alone."""
+
+from collections import Counter
+
+import pytest
+
+from qim.errors import FailedPrecondition, StoreUnknown
+from qim.ids import Offset, SlotId
+from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, Rig, build_outbox, shard_of
+from tests.waiting import happens, stays
+from workers.failpoints import Action
+from workers.fanout import Fanout
+
+HOME = SlotId(0)
+OTHER = SlotId(5)
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return await Rig().prepare()
+
+
+@pytest.fixture
+def fanout(rig: Rig) -> Fanout:
+    return rig.roles().fanout
+
+
+async def _feed(rig: Rig, *sequences: int, slot: SlotId = HOME) -> None:
+    await rig.outbox.append([(slot, build_outbox(seq=seq)) for seq in sequences])
+
+
+async def _dispatched(rig: Rig) -> list[tuple[SlotId, bytes]]:
+    found = []
+    marks = await rig.dispatch.watermarks(ALL_SLOTS)
+    for slot, mark in marks.items():
+        if mark.high:
+            records = await rig.dispatch.read(slot, Offset(0), records_max=1_000)
+            found += [(slot, record.data) for record in records]
+    return found
+
+
+def _stored(rig: Rig) -> dict[SlotId, Offset]:
+    return rig.commit_state.positions.get("fanout", {})
+
+
+@pytest.mark.shows("F2")
+async def test_a_message_reaches_the_shards_of_sender_and_recipient(rig: Rig, fanout: Fanout) -> None:
+    await _feed(rig, 1, 2)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 1}, what="the position")
+    counts = Counter(slot for slot, _record in await _dispatched(rig))
+    assert counts == {shard_of(ALICE): 2, shard_of(BOB): 2}
+    assert rig.metrics.fanout_dispatches == 4
+
+
+@pytest.mark.shows("F3")
+async def test_the_position_waits_until_every_dispatch_is_durable(rig: Rig, fanout: Fanout) -> None:
+    await _feed(rig, 1)
+    durable = rig.dispatch.hold("append")
+    async with rig.running(fanout):
+        await happens(lambda: "append" in rig.dispatch.calls, what="the append")
+        await stays(lambda: not _stored(rig), what="no position", period_seconds=0.05)
+        durable.set()
+        await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
+
+
+@pytest.mark.shows("F3", "F4")
+@pytest.mark.parametrize("applied", [False, True])
+async def test_an_unknown_append_is_repeated_with_the_same_bytes(
+    rig: Rig, fanout: Fanout, applied: bool
+) -> None:
+    await _feed(rig, 1)
+    rig.dispatch.fail("append", StoreUnknown(), times=2, applied=applied)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
+    dispatched = await _dispatched(rig)
+    assert len(dispatched) == (6 if applied else 2)
+    assert len(set(dispatched)) == 2
+
+
+async def test_a_position_that_was_not_stored_is_stored_again(rig: Rig, fanout: Fanout) -> None:
+    await _feed(rig, 1)
+    rig.commits.fail("store_positions", StoreUnknown(), times=2)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
+    assert len(await _dispatched(rig)) == 2
+
+
+@pytest.mark.shows("F4", "F-01")
+@pytest.mark.parametrize("point", ["fanout.planned", "fanout.appended", "fanout.stored"])
+async def test_a_kill_replays_at_most_the_last_batch(rig: Rig, point: str) -> None:
+    await _feed(rig, 1, 2)
+    await rig.run_until_killed(rig.roles(failpoints={point: Action("raise")}).fanout)
+    fanout = rig.roles().fanout
+    await _feed(rig, 3)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 2}, what="the position")
+    dispatched = await _dispatched(rig)
+    assert len(set(dispatched)) == 6
+    assert len(dispatched) == (10 if point == "fanout.appended" else 6)
+
+
+async def test_several_partitions_are_read_by_one_loop(rig: Rig, fanout: Fanout) -> None:
+    await _feed(rig, 1, 2)
+    await _feed(rig, 3, slot=OTHER)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 1, OTHER: 0}, what="both positions")
+
+
+@pytest.mark.shows("X9")
+async def test_a_poison_record_stops_its_partition_only_and_keeps_its_place(rig: Rig, fanout: Fanout) -> None:
+    await _feed(rig, 1)
+    await rig.outbox.append([(HOME, b"garbage")])
+    await _feed(rig, 2)
+    await _feed(rig, 3, slot=OTHER)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 0, OTHER: 0}, what="what can go on")
+        assert fanout.stopped[HOME].offset == 1
+        assert rig.metrics.slot_stopped[HOME] == 1
+        with pytest.raises(FailedPrecondition):
+            await fanout.skip(HOME, Offset(2))
+        with pytest.raises(FailedPrecondition):
+            fanout.retry(OTHER)
+        fanout.retry(HOME)
+        await happens(lambda: HOME in fanout.stopped, what="the same record again")
+        assert _stored(rig)[HOME] == 0
+        await fanout.skip(HOME, Offset(1))
+        await happens(lambda: _stored(rig)[HOME] == 2, what="what was behind it")
+    assert not fanout.stopped
+    assert rig.metrics.slot_stopped[HOME] == 0
+
+
+async def test_a_position_outside_the_log_stops_the_partition_at_the_start(rig: Rig, fanout: Fanout) -> None:
+    await _feed(rig, 1, 2)
+    await _feed(rig, 3, slot=OTHER)
+    await rig.commits.store_positions("fanout", {HOME: Offset(7)})
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig).get(OTHER) == 0, what="the other partition")
+        assert "wanted is 8" in fanout.stopped[HOME].reason
+        with pytest.raises(FailedPrecondition):
+            fanout.retry(HOME)
+
+
+async def test_without_a_position_only_a_whole_log_is_read(rig: Rig, fanout: Fanout) -> None:
+    await _feed(rig, 1, 2, 3)
+    await rig.outbox.trim({HOME: Offset(2)})
+    async with rig.running(fanout):
+        await happens(lambda: HOME in fanout.stopped, what="the refusal")
+    assert "begins at 2" in fanout.stopped[HOME].reason
+    assert not await _dispatched(rig)
+
+
+async def test_a_drain_ends_with_nothing_left_in_the_own_partitions(rig: Rig, fanout: Fanout) -> None:
+    async with rig.running(fanout):
+        await happens(lambda: len(fanout.positions) == len(ALL_SLOTS), what="the start")
+        await _feed(rig, *range(1, 1_200))
+        await fanout.drain(rig.clock.monotonic() + 5)
+    assert _stored(rig) == {HOME: 1_198}

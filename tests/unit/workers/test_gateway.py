@@ -1,0 +1,720 @@
+"""The gateway on real TLS connections over loopback: log-in, broken frames, limits, deadlines, goodbye."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import jwt
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from qim import errors, limits
+from qim.domain.gateway import Destination, Rate
+from qim.ids import MailboxSeq, Seq
+from qim.records import Kind, MessageRecord, build_entry, encode_record
+from qim.tokens import generate_key_pair, mint_token
+from qim.wire.bodies import (
+    Auth,
+    Error,
+    Ping,
+    PullMailbox,
+    SessionListReq,
+    build_message,
+    decode_body,
+    decode_pushed,
+)
+from qim.wire.frames import build_frame
+from qim.wire.layout import CLIENT_OPS, HEADER, Op
+from tests.unit.workers.gateway_rig import (
+    ALICE,
+    BOB,
+    KEY_ID,
+    NEWEST,
+    OWNER,
+    PHONE,
+    TABLET,
+    TENANT,
+    GatewayRig,
+    RawClient,
+    send_body,
+    signing_key,
+    token,
+)
+from tests.waiting import happens, stays
+from workers.client_socket import ClientSocket
+
+
+def send_frame(request_id: int, text: bytes = b"hello", **changes: Any) -> bytes:
+    return build_frame(Op.SEND_MESSAGE, request_id, send_body(text, **changes))
+
+
+def entry(seq: int = 1, body: bytes = b"hello") -> bytes:
+    record = MessageRecord(
+        1,
+        TENANT,
+        b"v" * 16,
+        Kind.DIRECT,
+        ALICE + BOB,
+        b"m" * 16,
+        ALICE,
+        PHONE,
+        b"c" * 16,
+        1,
+        "",
+        body,
+        0,
+        1,
+        0,
+    )  # type: ignore[arg-type]
+    return build_entry(Seq(seq), encode_record(record))
+
+
+# --- log-in ------------------------------------------------------------------------------------------
+
+
+async def test_a_log_in_is_announced_and_then_acknowledged() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        acknowledged = await client.log_in(token(rig.clock))
+        (announce,) = rig.router.announced
+        assert (acknowledged.user_id, acknowledged.session_id) == (ALICE, announce.session)
+        assert acknowledged.newest_mailbox_seq == NEWEST
+        assert acknowledged.heartbeat_ms == limits.PING_INTERVAL_MS
+        assert acknowledged.limits["unanswered_requests"] == limits.UNANSWERED_REQUESTS_MAX
+        assert (announce.tenant, announce.user, announce.device) == (TENANT, ALICE, PHONE)
+        assert not announce.pinging
+
+
+async def test_nothing_is_acknowledged_before_the_owner_has_registered_the_session() -> None:
+    async with GatewayRig() as rig:
+        rig.router.answers = False
+        client = await rig.connect()
+        client.send(build_message(Op.AUTH, 1, Auth(token(rig.clock), PHONE)))
+        await happens(lambda: rig.router.announced, what="announced")
+        assert rig.metrics.frames_out == 0
+        announce = rig.router.announced[0]
+        rig.gateway.announced(announce.handle, announce.generation, MailboxSeq(9))
+        assert (await client.body(Op.AUTH_ACK)).newest_mailbox_seq == 9
+
+
+async def test_a_log_in_whose_owner_cannot_be_reached_has_to_come_again() -> None:
+    async with GatewayRig() as rig:
+        rig.router.reachable = False
+        client = await rig.connect()
+        client.send(build_message(Op.AUTH, 1, Auth(token(rig.clock), PHONE)))
+        (answer,) = await client.rest()
+        assert answer.request_id == 1
+        assert decode_body(Op.ERROR, answer.body).code == errors.Unavailable.code
+
+
+def refused_tokens(rig: GatewayRig) -> dict[str, str]:
+    stranger, _ = generate_key_pair()
+    claims = {"iss": "qim", "aud": "qim", "tenant": 7, "sub": ALICE.hex(), "exp": 2**31}
+    good = token(rig.clock)
+    return {
+        "garbage": "not a token",
+        "empty": "",
+        "expired": token(rig.clock, life_ms=-1),
+        "other audience": token(rig.clock, audience="another"),
+        "other issuer": token(rig.clock, issuer="another"),
+        "other algorithm": jwt.encode(claims, "a shared secret of many bytes...", "HS256", {"kid": KEY_ID}),
+        "no algorithm": jwt.encode(claims, None, "none", {"kid": KEY_ID}),
+        "stranger's key": mint_token(
+            stranger, KEY_ID, tenant=TENANT, user=ALICE, expires_at_ms=rig.clock.now_ms() + 1000,  # type: ignore[arg-type]
+            issuer="qim", audience="qim",
+        ),
+        "unknown key": mint_token(
+            signing_key()[0], "k2", tenant=TENANT, user=ALICE, expires_at_ms=rig.clock.now_ms() + 1000,  # type: ignore[arg-type]
+            issuer="qim", audience="qim",
+        ),
+        "another device's": token(rig.clock, device=TABLET),
+        "broken signature": good[:-4] + ("AAAA" if good[-4:] != "AAAA" else "BBBB"),
+    }  # fmt: skip
+
+
+@pytest.mark.shows("F-47")
+async def test_every_token_that_is_refused_gets_the_same_bytes() -> None:
+    async with GatewayRig(failed_logins=Rate(1, 100)) as rig:
+        answers = {}
+        for name, text in refused_tokens(rig).items():
+            client = await rig.connect()
+            client.send(build_message(Op.AUTH, 1, Auth(text, PHONE)))
+            answers[name] = await client.rest()
+        (only,) = {tuple(answer) for answer in answers.values()}
+        assert len(only) == 1
+        assert decode_body(Op.ERROR, only[0].body).code == errors.Unauthenticated.code
+        assert rig.metrics.auth_refused == len(answers)
+        assert not rig.router.announced
+
+
+@pytest.mark.shows("F-47")
+async def test_a_token_that_is_bound_to_the_device_is_accepted_from_it() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        assert await client.log_in(token(rig.clock, device=TABLET), device=TABLET)
+
+
+async def test_an_address_that_failed_too_often_is_not_even_heard() -> None:
+    async with GatewayRig(failed_logins=Rate(0.17, 1)) as rig:
+        for expected in (errors.Unauthenticated, errors.ResourceExhausted):
+            client = await rig.connect()
+            client.send(build_message(Op.AUTH, 1, Auth("not a token", PHONE)))
+            (answer,) = await client.rest()
+            assert decode_body(Op.ERROR, answer.body).code == expected.code
+        assert rig.metrics.auth_refused == 1
+        rig.clock.advance(milliseconds=decode_body(Op.ERROR, answer.body).retry_after_ms)
+        assert await (await rig.connect()).log_in(token(rig.clock))
+
+
+async def test_a_body_that_is_no_log_in_is_told_so() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        client.send(build_frame(Op.AUTH, 5, b"\xc1"))
+        (answer,) = await client.rest()
+        assert answer.request_id == 5
+        assert decode_body(Op.ERROR, answer.body).code == errors.InvalidArgument.code
+
+
+async def test_a_second_log_in_renews_the_session() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        first = await client.log_in(token(rig.clock, life_ms=1_000))
+        second = await client.log_in(token(rig.clock, life_ms=3_600_000))
+        assert first.session_id == second.session_id
+        assert [announce.pinging for announce in rig.router.announced] == [False, True]
+        for _ in range(10):
+            client.send(build_message(Op.PING, 2, Ping()))
+            await client.body(Op.PONG)
+            rig.pass_time(milliseconds=20_000)
+        client.send(build_message(Op.PING, 2, Ping()))
+        await client.body(Op.PONG)
+
+
+@pytest.mark.parametrize("who", [{"user": BOB}, {"life_ms": -1}])
+async def test_a_refused_renewal_changes_nothing(who: dict[str, Any]) -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(build_message(Op.AUTH, 2, Auth(token(rig.clock, **who), PHONE)))
+        assert (await client.body(Op.ERROR)).code == errors.Unauthenticated.code
+        client.send(send_frame(3))
+        (request,) = await rig.requests(1)
+        assert request.user == ALICE
+
+
+# --- requests and answers ----------------------------------------------------------------------------
+
+
+async def test_a_request_is_handed_over_untouched_with_the_identity_of_the_session() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        body = send_body(b"\x00 \xf0\x9f\x91\xaa")
+        client.send(build_frame(Op.SEND_MESSAGE, 77, body))
+        await rig.requests(1)
+        request, destination = rig.router.requests[0]
+        assert (request.body, request.request_id, destination) == (body, 77, Destination.CONVERSATION)
+        assert (request.tenant, request.user, request.device) == (TENANT, ALICE, PHONE)
+        request.origin.reply(request, build_frame(Op.SEND_ACK, 77, b"\x90"))
+        assert await client.frame() == (Op.SEND_ACK, 77, b"\x90")
+
+
+async def test_a_pull_goes_to_the_owner_of_the_user() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(build_message(Op.PULL_MAILBOX, 2, PullMailbox(MailboxSeq(0), 300)))
+        await rig.requests(1)
+        assert rig.router.requests[0][1] is Destination.USER
+
+
+async def test_what_is_not_served_yet_is_told_so_and_the_connection_lives() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(build_message(Op.SESSION_LIST_REQ, 2, SessionListReq()))
+        for request_id, op in enumerate((Op.CREATE_GROUP, Op.PULL_MEMBERS, Op.LEAVE_GROUP), start=3):
+            client.send(build_frame(op, request_id, b""))
+        for request_id in range(2, 6):
+            frame = await client.frame()
+            assert frame.request_id == request_id
+            assert decode_body(Op.ERROR, frame.body).code == errors.Unsupported.code
+
+
+async def test_answers_and_pushes_of_one_pass_leave_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(send_frame(2), send_frame(3))
+        first, second = await rig.requests(2)
+        asked: list[int] = []
+        admits = rig.gateway.admits_write
+
+        def admits_and_notes(sock: ClientSocket, unread: int, frames: int, size: int) -> bool:
+            asked.append(frames)
+            return admits(sock, unread, frames, size)
+
+        monkeypatch.setattr(rig.gateway, "admits_write", admits_and_notes)
+        for request in (first, second):
+            request.origin.reply(request, build_frame(Op.SEND_ACK, request.request_id, b"\x90"))
+        rig.gateway.deliver([(first.handle, first.generation, 0, 5, False)], entry(1))
+        rig.gateway.deliver([(first.handle, first.generation, 5, 6, False)], entry(2))
+        await happens(lambda: asked, what="written")
+        assert asked == [3]
+        assert [(await client.frame()).opcode for _ in range(3)] == [Op.SEND_ACK, Op.SEND_ACK, Op.PUSH_EVENTS]
+
+
+@pytest.mark.shows("M10")
+async def test_a_push_carries_the_entry_and_the_sender_gets_the_echo() -> None:
+    async with GatewayRig() as rig:
+        alice, bob = await rig.logged_in(), await rig.logged_in(user=BOB)
+        one, other = rig.router.announced
+        targets = [(one.handle, one.generation, 3, 5, True), (other.handle, other.generation, 0, 5, False)]
+        rig.gateway.deliver(targets, entry(9))
+        ((previous, mailbox_seq, echo),) = (await alice.body(Op.PUSH_EVENTS)).events
+        assert (previous, mailbox_seq) == (3, 5)
+        decoded = decode_pushed(echo)
+        assert (decoded.conversation_seq, decoded.conversation_id) == (9, b"v" * 16)  # type: ignore[union-attr]
+        ((_, _, full),) = (await bob.body(Op.PUSH_EVENTS)).events
+        assert bytes(full) == entry(9)
+
+
+async def test_a_late_answer_never_reaches_the_next_user_of_its_handle() -> None:
+    async with GatewayRig() as rig:
+        first = await rig.logged_in()
+        first.send(send_frame(2))
+        (request,) = await rig.requests(1)
+        await first.close()
+        await happens(lambda: rig.router.withdrawn, what="withdrawn")
+        second = await rig.logged_in(user=BOB)
+        assert rig.router.announced[1].handle == request.handle
+        request.origin.reply(request, build_frame(Op.SEND_ACK, 2, b"\x90"))
+        rig.gateway.deliver([(request.handle, request.generation, 0, 5, False)], entry())
+        second.send(build_message(Op.PING, 3, Ping()))
+        await second.body(Op.PONG)
+
+
+async def test_a_ping_asks_the_owner_and_carries_its_newest() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(build_message(Op.PING, 2, Ping()))
+        pong = await client.body(Op.PONG)
+        assert pong.newest_mailbox_seq == NEWEST
+        assert rig.router.announced[1].pinging
+
+
+async def test_a_ping_is_answered_when_the_owner_cannot_be_reached() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        rig.router.reachable = False
+        client.send(build_message(Op.PING, 2, Ping()))
+        assert (await client.body(Op.PONG)).newest_mailbox_seq == 0
+
+
+async def test_a_ping_that_waits_is_answered_when_its_owner_is_lost() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        rig.router.answers = False
+        client.send(build_message(Op.PING, 2, Ping()))
+        await happens(lambda: len(rig.router.announced) == 2, what="asked")
+        rig.gateway.on_owner_lost(OWNER)
+        assert (await client.body(Op.PONG)).newest_mailbox_seq == 0
+
+
+async def test_a_log_in_that_waits_fails_when_its_owner_is_lost() -> None:
+    async with GatewayRig() as rig:
+        rig.router.answers = False
+        client = await rig.connect()
+        client.send(build_message(Op.AUTH, 1, Auth(token(rig.clock), PHONE)))
+        await happens(lambda: rig.router.announced, what="asked")
+        rig.gateway.on_owner_lost(OWNER)
+        (answer,) = await client.rest()
+        assert decode_body(Op.ERROR, answer.body).code == errors.Unavailable.code
+
+
+async def test_an_owner_that_is_back_hears_of_every_session_again() -> None:
+    async with GatewayRig() as rig:
+        await rig.logged_in()
+        await rig.logged_in(user=BOB)
+        await rig.connect()
+        rig.gateway.announce_all(OWNER)
+        first, second, *again = rig.router.announced
+        assert [announce._replace(pinging=False) for announce in again] == [first, second]
+        assert all(announce.pinging for announce in again)
+
+
+async def test_a_replaced_session_is_told_so_and_withdrawn() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        announce = rig.router.announced[0]
+        rig.gateway.close(announce.handle, announce.generation, errors.Replaced("a later log-in"))
+        assert (await client.goaway()).code == errors.Replaced.code
+        assert rig.router.withdrawn == [announce.session]
+
+
+async def test_a_log_in_that_the_owner_refuses_gets_its_reason_as_the_answer() -> None:
+    async with GatewayRig() as rig:
+        rig.router.answers = False
+        client = await rig.connect()
+        client.send(build_message(Op.AUTH, 1, Auth(token(rig.clock), PHONE)))
+        await happens(lambda: rig.router.announced, what="asked")
+        announce = rig.router.announced[0]
+        rig.gateway.close(announce.handle, announce.generation, errors.ResourceExhausted("too many sessions"))
+        answer, goodbye = await client.rest()
+        assert (answer.opcode, answer.request_id, goodbye.opcode) == (Op.ERROR, 1, Op.GOAWAY)
+
+
+async def test_a_closed_connection_is_withdrawn_by_name() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        await client.close()
+        await happens(lambda: rig.router.withdrawn, what="withdrawn")
+        assert rig.router.withdrawn == [rig.router.announced[0].session]
+        assert rig.metrics.connections == 0
+
+
+# --- broken peers ------------------------------------------------------------------------------------
+
+HEADER_OF_4_GIB = HEADER.pack(1, 0, Op.SEND_MESSAGE, 2, 2**32 - 1)
+BROKEN = {
+    "length 2^32-1": (HEADER_OF_4_GIB, errors.RemoteProtocolError),
+    "length -1": (struct.pack(">BBHIi", 1, 0, Op.SEND_MESSAGE, 2, -1), errors.RemoteProtocolError),
+    "one byte too long": (
+        HEADER.pack(1, 0, Op.SEND_MESSAGE, 2, limits.FRAME_BODY_BYTES_MAX + 1), errors.RemoteProtocolError
+    ),
+    "flags": (HEADER.pack(1, 1, Op.PING, 2, 0), errors.RemoteProtocolError),
+    "version 2": (HEADER.pack(2, 0, Op.PING, 2, 0), errors.VersionUnsupported),
+    "version 0": (bytes(12), errors.VersionUnsupported),
+    "text": (b"GET / HTTP/1.1\r\n\r\n", errors.VersionUnsupported),
+    "unknown opcode": (build_frame(0x7777, 2, b""), errors.RemoteProtocolError),
+    "opcode 0": (build_frame(0, 0, b""), errors.RemoteProtocolError),
+    "an opcode of links": (build_frame(0xF002, 2, bytes(90)), errors.RemoteProtocolError),
+    "an opcode of the server": (build_frame(Op.SEND_ACK, 2, b"\x90"), errors.RemoteProtocolError),
+}  # fmt: skip
+
+
+@pytest.mark.shows("F-45")
+@pytest.mark.parametrize("name", BROKEN)
+async def test_a_broken_frame_ends_the_connection_with_its_code(name: str) -> None:
+    data, error = BROKEN[name]
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(data)
+        assert (await client.goaway()).code == error.code
+        assert rig.metrics.protocol_errors == 1
+        assert rig.router.withdrawn
+        assert not rig.router.requests
+
+
+@pytest.mark.shows("F-45")
+@pytest.mark.parametrize("name", BROKEN)
+async def test_a_broken_first_frame_ends_the_connection_too(name: str) -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        client.send(BROKEN[name][0])
+        assert (await client.goaway()).code in {
+            errors.RemoteProtocolError.code, errors.VersionUnsupported.code, errors.AuthRequired.code
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", sorted(CLIENT_OPS - {Op.AUTH}))
+async def test_the_first_frame_must_be_a_log_in(op: Op) -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        client.send(build_frame(op, 2, b""))
+        assert (await client.goaway()).code == errors.AuthRequired.code
+
+
+async def test_a_client_that_does_not_wait_for_its_log_in_is_sent_away() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        client.send(build_message(Op.AUTH, 1, Auth(token(rig.clock), PHONE)), send_frame(2))
+        assert (await client.goaway()).code == errors.AuthRequired.code
+        assert not rig.router.announced
+
+
+async def test_a_frame_may_come_in_any_pieces() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        data = send_frame(2, bytes(60_000)) + send_frame(3, b"")
+        for at in range(0, len(data), 7_919):
+            client.send(data[at : at + 7_919])
+            await client.writer.drain()
+        requests = await rig.requests(2)
+        assert [request.body for request in requests] == [send_body(bytes(60_000)), send_body(b"")]
+
+
+@pytest.mark.shows("F-45")
+async def test_the_largest_legal_frame_is_taken() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(build_frame(Op.SEND_MESSAGE, 2, bytes(limits.FRAME_BODY_BYTES_MAX)))
+        (request,) = await rig.requests(1)
+        assert len(request.body) == limits.FRAME_BODY_BYTES_MAX
+
+
+@pytest.mark.shows("F-46")
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(garbage=st.binary(min_size=1, max_size=300), authenticated=st.booleans())
+def test_garbage_inside_tls_ends_in_a_code_or_in_a_deadline(garbage: bytes, authenticated: bool) -> None:
+    async def scenario() -> None:
+        async with GatewayRig() as rig:
+            client = await (rig.logged_in() if authenticated else rig.connect())
+            client.send(garbage)
+            await _until_over(rig, client)
+
+    asyncio.run(scenario())
+
+
+async def _until_over(rig: GatewayRig, client: RawClient) -> None:
+    """Either the garbage is refused, or the time for the rest of its frame passes."""
+    ended = asyncio.create_task(client.rest())
+    while not ended.done():
+        await asyncio.sleep(0.005)
+        rig.pass_time(milliseconds=limits.AUTH_TIMEOUT_MS // 2)
+    codes = {decode_body(Op.GOAWAY, frame.body).code for frame in ended.result() if frame.opcode == Op.GOAWAY}
+    assert codes <= set(errors.CLIENT_ERRORS)
+
+
+@pytest.mark.shows("F-43", "F-46")
+async def test_plain_tcp_garbage_is_cut_and_others_are_served() -> None:
+    async with GatewayRig() as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(b"\x01\x00\x00\x01" * 100)
+        async with asyncio.timeout(5):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(4096):
+                    pass
+        writer.close()
+        assert await rig.logged_in()
+        assert rig.metrics.accepts == 1
+
+
+# --- slow and fast peers -----------------------------------------------------------------------------
+
+
+@pytest.mark.shows("F-40", "M10")
+async def test_a_client_that_does_not_read_is_cut_at_its_bytes_and_others_go_on() -> None:
+    async with GatewayRig() as rig:
+        slow = await rig.logged_in()
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        announce = rig.router.announced[0]
+        pushed = 0
+        large = entry(1, bytes(60_000))
+        while not rig.router.withdrawn:
+            pushed += 1
+            rig.gateway.deliver([(announce.handle, announce.generation, 0, pushed, False)], large)
+            await asyncio.sleep(0)
+            assert pushed < 1_000
+        assert rig.metrics.slow_disconnects == 1
+        normal = await rig.logged_in(user=BOB)
+        normal.send(build_message(Op.PING, 2, Ping()))
+        await normal.body(Op.PONG)
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+
+
+@pytest.mark.shows("F-40")
+async def test_what_one_pass_collects_is_bounded_too() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        announce = rig.router.announced[0]
+        large = entry(1, bytes(60_000))
+        for pushed in range(1, 30):
+            rig.gateway.deliver([(announce.handle, announce.generation, 0, pushed, False)], large)
+        assert rig.metrics.slow_disconnects == 1
+        assert (await client.goaway()).code == errors.SlowConsumer.code
+
+
+async def test_a_client_with_too_many_open_requests_is_cut() -> None:
+    async with GatewayRig(unanswered_requests_max=8) as rig:
+        client = await rig.logged_in()
+        for request_id in range(2, 10):
+            client.send(send_frame(request_id))
+        requests = await rig.requests(8)
+        for request in requests[:3]:
+            request.origin.reply(request, build_frame(Op.SEND_ACK, request.request_id, b"\x90"))
+        for request_id in range(10, 13):
+            client.send(send_frame(request_id))
+        await rig.requests(11)
+        assert not rig.router.withdrawn
+        client.send(send_frame(13))
+        assert (await client.goaway()).code == errors.SlowConsumer.code
+
+
+@pytest.mark.shows("F-41")
+async def test_sends_above_the_rate_are_refused_one_by_one_and_pass_again_later() -> None:
+    async with GatewayRig(sends=Rate(10, 3)) as rig:
+        client = await rig.logged_in()
+        client.send(*(send_frame(request_id) for request_id in range(2, 7)))
+        refused = [await client.frame(), await client.frame()]
+        assert [frame.request_id for frame in refused] == [5, 6]
+        error: Error = decode_body(Op.ERROR, refused[0].body)
+        assert error.code == errors.ResourceExhausted.code
+        assert len(rig.router.requests) == 3
+        rig.clock.advance(milliseconds=error.retry_after_ms)
+        client.send(send_frame(7))
+        await rig.requests(4)
+        assert rig.metrics.shed_rate == 2
+
+
+async def test_a_limit_on_sends_does_not_touch_other_requests() -> None:
+    async with GatewayRig(sends=Rate(0.001, 1)) as rig:
+        client = await rig.logged_in()
+        pull = build_message(Op.PULL_MAILBOX, 4, PullMailbox(MailboxSeq(0), 1))
+        client.send(send_frame(2), send_frame(3), pull)
+        await rig.requests(2)
+        assert [request.request_id for request, _ in rig.router.requests] == [2, 4]
+
+
+async def test_one_connection_too_many_is_told_to_come_back() -> None:
+    async with GatewayRig(connections_max=1) as rig:
+        first = await rig.logged_in()
+        goodbye = await (await rig.connect()).goaway()
+        assert goodbye.code == errors.GoingAway.code
+        assert goodbye.reconnect_after_ms > 0
+        first.send(build_message(Op.PING, 2, Ping()))
+        await first.body(Op.PONG)
+        await first.close()
+        await happens(lambda: rig.gateway.open_sockets == 0, what="closed")
+        assert await rig.logged_in()
+
+
+# --- deadlines ---------------------------------------------------------------------------------------
+
+
+async def test_a_connection_without_a_log_in_ends_in_time() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        await happens(lambda: rig.metrics.accepts, what="accepted")
+        rig.pass_time(milliseconds=limits.AUTH_TIMEOUT_MS - 1)
+        assert rig.metrics.connections == 1
+        rig.pass_time(milliseconds=1)
+        assert (await client.goaway()).code == errors.AuthRequired.code
+        assert rig.metrics.auth_late == 1
+
+
+@pytest.mark.shows("F-42")
+async def test_a_silent_connection_is_dead_and_a_pinging_one_lives() -> None:
+    async with GatewayRig() as rig:
+        silent, pinging = await rig.logged_in(), await rig.logged_in(user=BOB)
+        rig.pass_time(milliseconds=limits.PING_INTERVAL_MS)
+        pinging.send(build_message(Op.PING, 2, Ping()))
+        await pinging.body(Op.PONG)
+        rig.pass_time(milliseconds=limits.CONNECTION_SILENCE_MS_MAX - limits.PING_INTERVAL_MS)
+        assert (await silent.goaway()).code == errors.HeartbeatLost.code
+        assert rig.router.withdrawn == [rig.router.announced[0].session]
+        pinging.send(build_message(Op.PING, 3, Ping()))
+        await pinging.body(Op.PONG)
+
+
+@pytest.mark.shows("F-44")
+async def test_a_trickled_frame_ends_the_connection() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        for byte in send_frame(2)[:10]:
+            seen = rig.metrics.bytes_in
+            client.send(bytes((byte,)))
+            await happens(lambda before=seen: rig.metrics.bytes_in > before, what="read")  # type: ignore[misc]
+            rig.pass_time(milliseconds=limits.FRAME_TIMEOUT_MS // 10)
+        assert (await client.goaway()).code == errors.HeartbeatLost.code
+
+
+async def test_the_end_of_a_token_ends_the_connection_even_when_it_is_busy() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        await client.log_in(token(rig.clock, life_ms=10_000))
+        for _ in range(6):
+            rig.pass_time(milliseconds=10_000)
+            client.send(build_message(Op.PING, 2, Ping()))
+            await client.body(Op.PONG)
+        rig.pass_time(milliseconds=10_000)
+        assert (await client.goaway()).code == errors.Unauthenticated.code
+
+
+async def test_reminders_do_not_pile_up() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        for request_id in range(2, 50):
+            client.send(build_message(Op.PING, request_id, Ping()))
+            await client.body(Op.PONG)
+            rig.pass_time(milliseconds=1_000)
+        assert len(rig.gateway._deadlines) <= 3
+
+
+# --- goodbye -----------------------------------------------------------------------------------------
+
+
+async def test_a_drain_says_goodbye_answers_what_it_took_and_closes() -> None:
+    async with GatewayRig() as rig:
+        clients = [await rig.logged_in(), await rig.logged_in(user=BOB)]
+        clients[0].send(send_frame(2))
+        (request,) = await rig.requests(1)
+        draining = asyncio.create_task(rig.gateway.drain(rig.clock.monotonic() + 1))
+        goodbyes = [await client.body(Op.GOAWAY) for client in clients]
+        assert {goodbye.code for goodbye in goodbyes} == {errors.GoingAway.code}
+        assert goodbyes[0].reconnect_after_ms != goodbyes[1].reconnect_after_ms
+        await stays(lambda: not draining.done(), what="waits for the answer")
+        request.origin.reply(request, build_frame(Op.SEND_ACK, 2, b"\x90"))
+        assert await clients[0].frame() == (Op.SEND_ACK, 2, b"\x90")
+        await draining
+        assert [await client.rest() for client in clients] == [[], []]
+        with pytest.raises(OSError):
+            await rig.connect()
+
+
+async def test_a_drain_does_not_wait_longer_than_it_may() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(send_frame(2))
+        await rig.requests(1)
+        await rig.gateway.drain(rig.clock.monotonic())
+        assert [frame.opcode for frame in await client.rest()] == [Op.GOAWAY]
+
+
+async def test_the_sweep_runs_until_the_drain() -> None:
+    async with GatewayRig() as rig:
+        running = asyncio.create_task(rig.gateway.run())
+        client = await rig.connect()
+        await happens(lambda: rig.metrics.accepts, what="accepted")
+        rig.clock.advance(milliseconds=limits.AUTH_TIMEOUT_MS)
+        assert (await client.goaway()).code == errors.AuthRequired.code
+        await rig.gateway.drain(rig.clock.monotonic())
+        await running
+
+
+async def test_sockets_send_small_frames_at_once_and_notice_dead_peers() -> None:
+    async with GatewayRig() as rig:
+        await rig.logged_in()
+        announce = rig.router.announced[0]
+        sock = rig.gateway._table.find(announce.handle, announce.generation)
+        assert sock is not None
+        assert sock._transport is not None
+        raw: socket.socket = sock._transport.get_extra_info("socket")
+        assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == limits.CONNECTION_SILENCE_MS_MAX
+
+
+# --- the loop of the workers -------------------------------------------------------------------------
+
+Scenario = Callable[[], Coroutine[Any, Any, None]]
+ON_UVLOOP: tuple[Scenario, ...] = (
+    test_a_log_in_is_announced_and_then_acknowledged,
+    test_every_token_that_is_refused_gets_the_same_bytes,
+    test_a_push_carries_the_entry_and_the_sender_gets_the_echo,
+    test_a_late_answer_never_reaches_the_next_user_of_its_handle,
+    test_a_frame_may_come_in_any_pieces,
+    test_the_largest_legal_frame_is_taken,
+    test_plain_tcp_garbage_is_cut_and_others_are_served,
+    test_a_client_that_does_not_read_is_cut_at_its_bytes_and_others_go_on,
+    test_what_one_pass_collects_is_bounded_too,
+    test_a_silent_connection_is_dead_and_a_pinging_one_lives,
+    test_a_drain_says_goodbye_answers_what_it_took_and_closes,
+    test_sockets_send_small_frames_at_once_and_notice_dead_peers,
+)
+
+
+@pytest.mark.shows("F-40", "F-47")
+@pytest.mark.parametrize("scenario", ON_UVLOOP, ids=lambda scenario: scenario.__name__)
+def test_the_same_holds_on_the_loop_that_workers_run(scenario: Scenario) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
