@@ -113,6 +113,8 @@ MAILBOX_DAYS: Final = 7
 DAY_MS: Final = 86_400_000
 MAILBOX_KEY_LIFE_MS: Final = (MAILBOX_DAYS + 2) * DAY_MS
 EPHEMERAL_KEY_LIFE_MS: Final = DAY_MS + 3_600_000
+MAILBOX_KEYS_REMEMBERED_MAX: Final = 16_384
+"""Per process, about 3 MB: mailbox days whose expiry is set. A forgotten one is set again, which costs 2 µs."""
 DISPATCH_PROGRESS_LIFE_MS: Final = 8 * DAY_MS
 assert FUSED_RECIPIENTS_MAX <= FUSED_RUN_ENTRIES_MAX
 
