@@ -1,8 +1,8 @@
 #!lua flags=no-writes
 -- One page of a conversation's hot history, newest first: only up to the visible head, only above the floor.
--- Returns {head, floor, 1 = more lies in the direction of the walk, seq, record, seq, record ...}.
+-- Returns {head, floor, 1 = more lies in the direction of the walk, last sequence looked at, seq, record ...}.
 -- Without `after` it walks down from `before` (or the head), with `after` up from it. A sequence without a
--- record was collected and is passed over. A page that has a record ends at its limits.
+-- record was collected and is passed over; a call looks at SCAN_MAX sequences, so it may find none and say more.
 local conversation = KEYS[1]             -- hash: h visible head
 local records      = KEYS[2]             -- hash: sequence -> record
 local floors       = KEYS[3]             -- hash: conversation -> all at or below it is in the archive only
@@ -11,7 +11,8 @@ local before       = tonumber(ARGV[2])   -- exclusive; 0 = not given
 local after        = tonumber(ARGV[3])   -- exclusive; 0 = not given
 local entries_max  = tonumber(ARGV[4])
 local bytes_max    = tonumber(ARGV[5])
-local CHUNK        = 64                  -- sequences looked up per call
+local CHUNK        = 64                  -- sequences looked up at once
+local SCAN_MAX     = 4096                -- about a millisecond
 local ENTRY_BYTES  = 16                  -- what an entry costs on the wire beside its record
 
 local head  = tonumber(redis.call('HGET', conversation, 'h') or 0)
@@ -23,13 +24,14 @@ if after > 0 then
   seq, step = low, 1
 end
 
-local found, bytes, is_full = {}, 0, false
-while seq >= low and seq <= high and not is_full do
+local found, bytes, scanned, is_full = {}, 0, 0, false
+while seq >= low and seq <= high and not is_full and scanned < SCAN_MAX do
   local wanted = {}
   while #wanted < CHUNK and seq >= low and seq <= high do
     wanted[#wanted + 1] = string.format('%d', seq)
     seq = seq + step
   end
+  scanned = scanned + #wanted
   local chunk = redis.call('HMGET', records, unpack(wanted))
   for i, text in ipairs(wanted) do
     local record = chunk[i]
@@ -44,7 +46,8 @@ while seq >= low and seq <= high and not is_full do
   end
 end
 
-local answer, first, last = { head, floor, is_full and 1 or 0 }, 1, #found - 1
+local more = is_full or (seq >= low and seq <= high)
+local answer, first, last = { head, floor, more and 1 or 0, seq - step }, 1, #found - 1
 if step > 0 then
   first, last = last, first
 end

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from qim.adapters import redis_keys as keys
 from qim.adapters.redis_answers import Answers
 from qim.adapters.redis_ownership import RedisOwnership
-from qim.adapters.redis_pipe import Argument, RedisPipe
+from qim.adapters.redis_pipe import Argument, OnReply, RedisPipe
 from qim.clock import Clock
 from qim.errors import StoreBroken, StoreError, StoreRefused
 from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis, Offset, Seq, SlotId, TenantId
@@ -39,7 +39,7 @@ from qim.ports import (
     ReserveResult,
 )
 
-PENDING_SCAN_COUNT: Final = 512
+PENDING_SCAN_COUNT: Final = 256
 """Entries of msgpending that one scan step looks at, about: a tenth of a millisecond of the server."""
 
 _HEAD = struct.Struct(">BBB36sQ")
@@ -196,7 +196,10 @@ class RedisCommitStore(RedisOwnership):
         older_than_ms: int,
         entries_max: int,
     ) -> list[Pending]:
-        """Goes on where the last call ended, so that entries that cannot be finished hide no others."""
+        """Goes on where the last call ended, so that entries that cannot be finished hide no others.
+
+        A page may exceed its limit by what the last scan step brought; a shorter one means that all was seen.
+        """
         values: dict[bytes, bytes] = {}
         start = self._pending_cursor
         is_wrapped = start == b"0"
@@ -232,18 +235,26 @@ class RedisCommitStore(RedisOwnership):
     def read_history(self, queries: Sequence[HistoryQuery]) -> asyncio.Future[list[HistoryPage]]:
         answers: Answers[list[HistoryPage]] = Answers(len(queries), list)
         for at, query in enumerate(queries):
-            suffix = keys.conversation_suffix(query.bucket, query.tenant, query.conversation)
-            script_keys = [
-                keys.conversation_key(suffix),
-                keys.record_key(suffix),
-                keys.floor_key(query.bucket),
-            ]
-            arguments: list[Argument] = [
-                keys.pack_tenant(query.tenant) + query.conversation,
-                query.before_seq, query.after_seq, query.entries_max, query.bytes_max,
-            ]  # fmt: skip
-            self._pipe.submit_script("read_history", script_keys, arguments, answers.part(at, _history_page))
+            self._ask_history(query, answers.part(at, _history_page))
         return answers.future
+
+    def _ask_history(self, query: HistoryQuery, on_page: OnReply) -> None:
+        """One call; when it met nothing but collected sequences, the next goes on behind them."""
+
+        def on_reply(reply: object) -> None:
+            if isinstance(reply, list) and len(reply) == 4 and reply[2] == 1:
+                direction = {"after_seq": reply[3]} if query.after_seq else {"before_seq": reply[3]}
+                self._ask_history(query._replace(**direction), on_page)
+            else:
+                on_page(reply)
+
+        suffix = keys.conversation_suffix(query.bucket, query.tenant, query.conversation)
+        script_keys = [keys.conversation_key(suffix), keys.record_key(suffix), keys.floor_key(query.bucket)]
+        arguments: list[Argument] = [
+            keys.pack_tenant(query.tenant) + query.conversation,
+            query.before_seq, query.after_seq, query.entries_max, query.bytes_max,
+        ]  # fmt: skip
+        self._pipe.submit_script("read_history", script_keys, arguments, on_reply)
 
     def mark_read(self, items: Sequence[ReadMark]) -> asyncio.Future[list[ReadMarkResult]]:
         runs = list(_chunks(items))
@@ -358,7 +369,7 @@ def _parse_pending(field: bytes, value: bytes) -> Pending:
 
 
 def _history_page(reply: list[Any]) -> HistoryPage:
-    head, floor, more, *pairs = reply
+    head, floor, more, _, *pairs = reply
     records = tuple((Seq(int(seq)), record) for seq, record in zip(pairs[::2], pairs[1::2], strict=True))
     return HistoryPage(records, Seq(floor + 1), Seq(head), bool(more))
 
