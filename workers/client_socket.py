@@ -16,7 +16,7 @@ reaches a stranger.
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from qim.domain.gateway import NEVER, TokenBucket, Vitals
 from qim.ids import DeviceId, SessionId, TenantId, UserId, WorkerId
@@ -78,7 +78,8 @@ class ClientSocket(asyncio.BufferedProtocol):
     # --- called by the transport ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        # Not an assertion: the transports of uvloop are no subclasses of this one.
+        transport = cast("asyncio.Transport", transport)
         self._transport = transport
         self._gateway.on_connected(self, transport)
 

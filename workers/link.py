@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from structlog import get_logger
 
@@ -93,7 +93,8 @@ class LinkStream(asyncio.BufferedProtocol):
     # --- called by the transport ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        # Not an assertion: the transports of uvloop are no subclasses of this one.
+        transport = cast("asyncio.Transport", transport)
         self._transport = transport
         self.send(build_hello(self._links.hello))
 
