@@ -153,6 +153,8 @@ LOG_TAIL_BYTES_MAX: Final = 16_777_216
 LOG_READ_BYTES_MAX: Final = 4_194_304
 LOG_RETENTION_MS: Final = 3_600_000
 LOG_TRIM_INTERVAL_MS: Final = 30_000
+LOG_SWEEP_INTERVAL_MS: Final = 1_000
+"""How often a reader compares its positions with the log's ends, for records that strangers appended."""
 
 # --- stores ------------------------------------------------------------------------------------------
 STORE_TIMEOUT_MS: Final = 5_000

@@ -1,0 +1,81 @@
+"""Where a reader of a log stands in each partition, and what it has fetched but not handed out; no IO.
+
+Both media use it, so both keep the same promises: only the next offset of a partition is accepted, a jump is
+OffsetOutOfRange and never skipped; a batch goes round the partitions in turns, so that a busy one does not
+starve a quiet one; a paused partition keeps what was fetched and hands out nothing.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from qim.errors import OffsetOutOfRange
+from qim.ids import Offset, SlotId
+from qim.ports import LogRecord
+
+
+class Cursor:
+    """One partition of a reader."""
+
+    def __init__(self, partition: SlotId, position: Offset) -> None:
+        self.partition = partition
+        self.is_paused = False
+        self.buffer: deque[LogRecord] = deque()
+        self.fetch_at = Offset(position + 1)
+        """Offset behind everything that was fetched."""
+        self.turns = 0
+        """Rises with each seek: what was asked for before it is not accepted after it."""
+
+    def seek(self, position: Offset) -> None:
+        self.buffer.clear()
+        self.fetch_at = Offset(position + 1)
+        self.turns += 1
+
+    def accept(self, first: Offset, records: Sequence[bytes]) -> None:
+        """Takes records that begin at `first`; what is known already is cut off."""
+        if first > self.fetch_at:
+            raise OffsetOutOfRange(
+                f"partition {self.partition}: the next offset is {self.fetch_at}, the log goes on at {first}"
+            )
+        for at in range(self.fetch_at - first, len(records)):
+            self.buffer.append(LogRecord(self.partition, Offset(first + at), records[at]))
+        self.fetch_at = max(self.fetch_at, Offset(first + len(records)))
+
+    def check_end(self, end: Offset) -> None:
+        """`end` is the offset that the log's next record gets."""
+        if end < self.fetch_at:
+            raise OffsetOutOfRange(
+                f"partition {self.partition}: the position is {self.fetch_at - 1}, the log ends at {end - 1}"
+            )
+
+
+class Cursors:
+    """All partitions of one reader."""
+
+    def __init__(self, positions: Mapping[SlotId, Offset]) -> None:
+        self.by_partition = {
+            partition: Cursor(partition, position) for partition, position in positions.items()
+        }
+        self._order = deque(self.by_partition.values())
+
+    def hungry(self) -> list[Cursor]:
+        """Cursors that would hand out records if they had any."""
+        return [cursor for cursor in self._order if not (cursor.is_paused or cursor.buffer)]
+
+    def take(self, *, records_max: int, bytes_max: int) -> list[LogRecord]:
+        """A batch: equal shares in the first round, the rest to whoever has more. At least one record."""
+        ready = [cursor for cursor in self._order if cursor.buffer and not cursor.is_paused]
+        if not ready:
+            return []
+        self._order.rotate(-1)
+        batch: list[LogRecord] = []
+        bytes_left = bytes_max
+        share = max(1, records_max // len(ready))
+        while ready and len(batch) < records_max:
+            for cursor in ready:
+                for _ in range(min(share, records_max - len(batch), len(cursor.buffer))):
+                    bytes_left -= len(cursor.buffer[0].data)
+                    if bytes_left < 0 and batch:
+                        return batch
+                    batch.append(cursor.buffer.popleft())
+            ready = [cursor for cursor in ready if cursor.buffer]
+        return batch

@@ -1,0 +1,222 @@
+"""A reader of the log on Redis streams: woken by what is appended, never by a timer that polls.
+
+A reader gets its records from three places, in this order:
+
+    tail      what this process appended itself (`commitlog_tail`), without asking the server
+    fetch     XREAD without waiting, for partitions that are known to hold more: after opening, a seek, a
+              resume, or when the tail lost what is needed
+    block     only in a shared log, where other processes append: one blocking XREAD over all partitions, on
+              a connection of its own, ended by the server after a second at the latest
+
+Once a second one HMGET compares the counters of all partitions with the positions. It finds what strangers
+appended to a log that is not shared, and a log that ends below a position. A partition whose next record is
+not the next offset raises OffsetOutOfRange; the reader does not go on behind it.
+
+A reply is accepted only where the cursor still stands where it stood when the question was asked. When the
+server dies, `next_batch` raises the store's error; calling it again goes on at the same place.
+"""
+
+import asyncio
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from qim.adapters.commitlog_cursor import Cursor, Cursors
+from qim.errors import LogError, StoreBroken, StoreError
+from qim.ids import Offset, SlotId
+from qim.limits import LOG_SWEEP_INTERVAL_MS, STORE_TIMEOUT_MS
+from qim.ports import LogRecord
+
+if TYPE_CHECKING:
+    from qim.adapters.commitlog_redis import RedisCommitLog
+
+FETCH_ENTRIES_MAX: Final = 8
+"""Stream entries per partition and fetch; one may hold a whole batch, so few are enough."""
+assert LOG_SWEEP_INTERVAL_MS * 2 < STORE_TIMEOUT_MS, "a blocking read must end before the pipe gives it up"
+
+_LENGTH = struct.Struct(">I")
+
+Asked = Sequence[tuple[Cursor, int, Offset]]
+"""Cursor, its turns and its offset when the question was asked."""
+
+
+def unpack_entry(entry: Sequence[Any]) -> tuple[Offset, list[bytes]]:
+    """First offset and records of one stream entry; raises ValueError when it is not one of ours."""
+    identifier, fields = entry
+    count, packed = int(fields[1]), fields[3]
+    records = []
+    at = 0
+    for _ in range(count):
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(packed, at)[0]
+        records.append(packed[start:at])
+    if at != len(packed):
+        raise ValueError(f"a stream entry of {len(packed)} bytes that ends at {at}")
+    return Offset(int(identifier.split(b"-")[0]) - count), records
+
+
+class RedisLogReader:
+    """`LogReader` of the port. One task calls `next_batch`; pause, resume and seek are called beside it."""
+
+    def __init__(self, log: "RedisCommitLog", positions: Mapping[SlotId, Offset]) -> None:
+        self._log = log
+        self._cursors = Cursors(positions)
+        self._stale: set[SlotId] = set()
+        """Partitions that the server knows more of."""
+        self._is_sweep_due = True
+        self._waiter: asyncio.Future[None] | None = None
+        self._blocking = False
+        self._error: StoreError | LogError | None = None
+        self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        log.tail.watch(self._cursors.by_partition, self._wake)
+
+    # --- the port ---
+
+    async def next_batch(self, *, records_max: int, bytes_max: int) -> list[LogRecord]:
+        """Empty only after `close`."""
+        while not self._is_closed:
+            self._accept_tail()
+            batch = self._cursors.take(records_max=records_max, bytes_max=bytes_max)
+            if batch:
+                return batch
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._is_sweep_due:
+                await self._sweep()
+            elif any(cursor.partition in self._stale for cursor in self._cursors.hungry()):
+                await self._fetch()
+            else:
+                await self._wait()
+        return []
+
+    def pause(self, partition: SlotId) -> None:
+        self._cursors.by_partition[partition].is_paused = True
+
+    def resume(self, partition: SlotId) -> None:
+        cursor = self._cursors.by_partition[partition]
+        if cursor.is_paused:
+            cursor.is_paused = False
+            self._stale.add(partition)
+            self._wake()
+
+    def seek(self, partition: SlotId, position: Offset) -> None:
+        self._cursors.by_partition[partition].seek(position)
+        self._stale.add(partition)
+        self._is_sweep_due = True
+        self._wake()
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._log.tail.unwatch(self._cursors.by_partition, self._wake)
+        self._wake()
+
+    # --- waiting ---
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._timer is None:
+            self._timer = loop.call_later(LOG_SWEEP_INTERVAL_MS / 1000, self._on_timer)
+        waiter = self._waiter = loop.create_future()
+        if self._log.shared and not self._blocking:
+            await self._block()
+        if not self._is_closed and self._error is None:
+            await waiter
+        self._waiter = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._is_sweep_due = True
+        self._wake()
+
+    # --- the three places ---
+
+    def _accept_tail(self) -> None:
+        tail = self._log.tail
+        for cursor in self._cursors.hungry():
+            if tail.ends.get(cursor.partition, 0) <= cursor.fetch_at:
+                continue
+            chunks = tail.chunks_at(cursor.partition, cursor.fetch_at)
+            for first, records in chunks:
+                cursor.accept(first, records)
+            if not chunks:
+                self._stale.add(cursor.partition)
+
+    async def _fetch(self) -> None:
+        asked = [_ask(cursor) for cursor in self._cursors.hungry() if cursor.partition in self._stale]
+        reply = await self._log.pipe.command(
+            "XREAD", "COUNT", FETCH_ENTRIES_MAX, "STREAMS", *self._keys_and_ids(asked)
+        )
+        self._accept(asked, reply)
+
+    async def _block(self) -> None:
+        asked = [_ask(cursor) for cursor in self._cursors.hungry()]
+        if not asked:
+            return
+        pipe = await self._log.connect_reader()
+        self._blocking = True
+        pipe.submit(
+            ("XREAD", "COUNT", FETCH_ENTRIES_MAX, "BLOCK", LOG_SWEEP_INTERVAL_MS, "STREAMS",
+             *self._keys_and_ids(asked)),
+            lambda reply: self._on_blocked(asked, reply),
+        )  # fmt: skip
+
+    def _on_blocked(self, asked: Asked, reply: object) -> None:
+        self._blocking = False
+        try:
+            if isinstance(reply, StoreError):
+                raise reply
+            self._accept(asked, reply, marks_stale=False)
+        except (StoreError, LogError) as error:
+            self._error = error
+        self._wake()
+
+    def _accept(self, asked: Asked, reply: Any, *, marks_stale: bool = True) -> None:  # noqa: ANN401 - decoded here
+        found = dict(reply or ())
+        for cursor, turns, offset in asked:
+            entries = found.get(self._log.keys[cursor.partition], ())
+            if cursor.turns != turns or cursor.fetch_at != offset:
+                continue
+            if marks_stale and len(entries) < FETCH_ENTRIES_MAX:
+                self._stale.discard(cursor.partition)
+            try:
+                chunks = [unpack_entry(entry) for entry in entries]
+            except (ValueError, TypeError, IndexError, struct.error) as error:
+                raise StoreBroken(f"{self._log.name} {cursor.partition}: {error}") from error
+            for first, records in chunks:
+                cursor.accept(first, records)
+
+    async def _sweep(self) -> None:
+        asked = [_ask(cursor) for cursor in self._cursors.by_partition.values()]
+        self._is_sweep_due = False
+        try:
+            ends = await self._log.load_ends([cursor.partition for cursor, _, _ in asked])
+        except StoreError:
+            self._is_sweep_due = True
+            raise
+        for cursor, turns, offset in asked:
+            end = ends[cursor.partition]
+            if cursor.turns != turns:
+                continue
+            if end < offset:  # the offset at the time of the question: a block may have moved it since
+                cursor.check_end(end)
+            elif end > cursor.fetch_at:
+                self._stale.add(cursor.partition)
+
+    def _keys_and_ids(self, asked: Asked) -> Iterable[bytes]:
+        """An entry's id is the offset behind its last record, so the one behind an offset is the one with it."""
+        yield from (self._log.keys[cursor.partition] for cursor, _, _ in asked)
+        yield from (b"%d-0" % offset for _, _, offset in asked)
+
+
+def _ask(cursor: Cursor) -> tuple[Cursor, int, Offset]:
+    return cursor, cursor.turns, cursor.fetch_at
