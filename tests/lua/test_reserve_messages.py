@@ -4,7 +4,7 @@ import pytest
 
 from qim.adapters import redis_keys as keys
 from qim.errors import StoreBroken
-from qim.ids import SEQ_MAX, BucketId, ConversationId
+from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis
 from qim.limits import CLOCK_SKEW_MS_MAX
 from qim.ports import Reserved
 from tests.lua.commit_calls import (
@@ -64,7 +64,7 @@ async def test_a_repeat_gets_the_coordinates_and_the_stored_bytes_and_writes_not
         item = reservation()
         first = await reserve_one(store, item)
         before = await picture(pipe)
-        later = item._replace(record=b"newly built", reserved_at=item.reserved_at + 5)
+        later = item._replace(record=b"newly built", reserved_at=Millis(item.reserved_at + 5))
         again = await reserve_one(store, later)
         assert (again.outcome, again.seq, again.reserved_at) == (Reserved.RECORDED, 1, item.reserved_at)
         assert first.seq == again.seq

@@ -1,0 +1,1 @@
+"""Tests of adapters that need no real server, or only one to talk to."""
