@@ -16,7 +16,7 @@ The rules and the words are in `qim/domain/guards.py`. Nothing here has state.
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from qim.adapters.redis_keys import IDENTITY
+from qim.adapters.redis_keys import IDENTITY, OWNER
 from qim.domain.guards import (
     REQUIRED_SETTINGS,
     ExpectedIdentity,
@@ -45,12 +45,15 @@ class StoreFacts(NamedTuple):
     role: str
     identities: Mapping[bytes, bytes]
     keys: int
+    was_served: bool
+    """Whether a worker has ever owned slots here."""
 
 
 async def fetch_facts(command: Command, *, where: str) -> StoreFacts:
     """Asks in one round trip; raises GuardRefused when the server does not let us ask."""
     asked = [command("CONFIG", "GET", setting) for setting in REQUIRED_SETTINGS]
     asked += [command("INFO", "replication"), command("HGETALL", IDENTITY), command("DBSIZE")]
+    asked += [command("EXISTS", OWNER)]
     try:
         answers = [await answer for answer in asked]
     except (StoreUnfit, StoreBroken) as error:
@@ -58,12 +61,13 @@ async def fetch_facts(command: Command, *, where: str) -> StoreFacts:
             f"{where}: {error}; qim reads CONFIG GET, INFO and the hash {IDENTITY.decode()} at start: allow"
             " its user to"
         ) from error
-    *settings, replication, identities, keys = answers
+    *settings, replication, identities, keys, owners = answers
     return StoreFacts(
         settings={pair[0].decode(): pair[1].decode() for pair in settings if pair},
         role=_role_of(replication.decode()),
         identities=dict(zip(identities[::2], identities[1::2], strict=True)),
         keys=int(keys),
+        was_served=bool(owners),
     )
 
 

@@ -16,6 +16,7 @@ exit code.
 import json
 import socket
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -63,7 +64,7 @@ def _plain(value: object) -> str:
 
 
 class ControlClient:
-    """A connection to one process. Use as a context manager, or `call_once`."""
+    """A connection to one process. Use as a context manager, or `call`."""
 
     def __init__(self, path: Path, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         """Connects at once; raises ControlUnreachable."""
@@ -76,10 +77,10 @@ class ControlClient:
             self._socket.close()
             raise ControlUnreachable(f"{path}: {_reason(error)}; is qim running?") from error
 
-    def call(self, command: str, **arguments: Any) -> Answer:
+    def call(self, command: str, arguments: Mapping[str, Any] | None = None) -> Answer:
         """Runs one command; raises ControlRefused or ControlUnreachable."""
         try:
-            self._socket.sendall(encode_message({"command": command, "arguments": arguments}))
+            self._socket.sendall(encode_message({"command": command, "arguments": dict(arguments or {})}))
             answer = decode_body(self._receive(decode_length(self._receive(LENGTH.size))))
         except (OSError, ValueError) as error:
             raise ControlUnreachable(f"{self._path}: {_reason(error)}") from error
@@ -110,12 +111,16 @@ class ControlClient:
         return bytes(parts)
 
 
-def call_once(
-    path: Path, command: str, *, timeout_seconds: float = TIMEOUT_SECONDS, **arguments: Any
+def call(
+    path: Path,
+    command: str,
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Answer:
     """Connects, runs one command, closes."""
     with ControlClient(path, timeout_seconds=timeout_seconds) as client:
-        return client.call(command, **arguments)
+        return client.call(command, arguments)
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from qim.ctl.protocol import LENGTH, ControlClient, call_once, encode_message
+from qim.ctl import protocol
+from qim.ctl.protocol import LENGTH, ControlClient, encode_message
 from qim.errors import ControlRefused, ControlUnreachable, ExitCode, StoreRefused
 from qim.limits import CONTROL_MESSAGE_BYTES_MAX
 from workers.control import CONNECTIONS_MAX, ControlServer, Handler
@@ -55,7 +56,7 @@ async def path(tmp_path: Path) -> AsyncIterator[Path]:
 
 async def call(path: Path, command: str, **arguments: Any) -> dict[str, Any]:
     """The blocking client in a thread, as a tool in another process would be."""
-    return await asyncio.to_thread(call_once, path, command, timeout_seconds=5.0, **arguments)
+    return await asyncio.to_thread(protocol.call, path, command, arguments, timeout_seconds=5.0)
 
 
 async def test_a_command_gets_its_arguments_and_its_result_comes_back(path: Path) -> None:
@@ -66,7 +67,7 @@ async def test_a_command_gets_its_arguments_and_its_result_comes_back(path: Path
 async def test_several_commands_share_one_connection(path: Path) -> None:
     def both() -> list[dict[str, Any]]:
         with ControlClient(path) as client:
-            return [client.call("echo", at=at) for at in range(2)]
+            return [client.call("echo", {"at": at}) for at in range(2)]
 
     assert await asyncio.to_thread(both) == [{"echo": {"at": 0}}, {"echo": {"at": 1}}]
 

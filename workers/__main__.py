@@ -1,0 +1,256 @@
+"""`qim`: the command line of the server. `python -m workers` is the same.
+
+Data go to standard output, messages to standard error; a refusal is one line, and the exit code says which
+kind it was (`qim.errors.ExitCode`). Heavy modules are imported inside the commands: `--help` must be quick.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from qim.errors import ConfigError, ExitCode, GuardRefused, QimError, StoreError
+
+if TYPE_CHECKING:
+    from qim.config import Config as Tree
+
+app = App(name="qim", help="A durable instant-messaging server.", version_flags=[])
+config_app = App(name="config", help="Look at the configuration: check, show.")
+app.command(config_app)
+
+DEFAULT_CONFIG = Path("/etc/qim/qim.toml")
+
+Config = Annotated[
+    Path | None,
+    Parameter(name="--config", help="configuration file; default /etc/qim/qim.toml where it exists"),
+]
+Set = Annotated[
+    tuple[str, ...],
+    Parameter(name="--set", negative=(), help="section.key=value above the file, value in TOML; repeatable"),
+]
+Profile = Annotated[str, Parameter(name="--profile", help="tuning profile, or auto")]
+DataDir = Annotated[Path, Parameter(name="--data-dir", help="folder that keeps everything")]
+Port = Annotated[int, Parameter(name="--port", help="TCP port for clients; 0 lets the kernel choose")]
+Workers = Annotated[int | None, Parameter(name="--workers", help="worker processes; default by the profile")]
+RedisServer = Annotated[
+    Path | None, Parameter(name="--redis-server", help="a Redis or Valkey server to use as the store")
+]
+Json = Annotated[bool, Parameter(name="--json", negative=(), help="one JSON object on standard output")]
+
+DEV_DIR = Path(".qim-dev")
+DEV_PORT = 7443
+
+
+@app.command
+def serve(
+    *,
+    config: Config = None,
+    set_: Set = (),
+    profile: Profile = "auto",
+    take_over: Annotated[
+        bool,
+        Parameter(negative=(), help="claim slots although their last owner did not release them: it is dead"),
+    ] = False,
+) -> int:
+    """Run the server until it is told to stop."""
+    from workers.serve import Command, serve
+
+    return serve(
+        Command(path=_path(config), profile=profile, overrides=_overrides(set_), take_over=take_over)
+    )  # fmt: skip
+
+
+@app.command
+def dev(
+    *,
+    data_dir: DataDir = DEV_DIR,
+    port: Port = DEV_PORT,
+    workers: Workers = None,
+    redis_server: RedisServer = None,
+    demo: Annotated[bool, Parameter(negative=(), help="let two users talk and check everything")] = False,
+    once: Annotated[bool, Parameter(negative=(), help="end after the demo, with its exit code")] = False,
+    json: Json = False,
+) -> int:
+    """Run everything on this box, store included; needs nothing and nobody else."""
+    from workers.dev import DevOptions, dev
+
+    return dev(
+        DevOptions(
+            data_dir=data_dir,
+            port=port,
+            workers=workers,
+            redis_server=redis_server,
+            demo=demo or once,
+            once=once,
+            json=json,
+        )
+    )
+
+
+@app.command
+def demo(
+    *,
+    data_dir: DataDir = DEV_DIR,
+    port: Port = DEV_PORT,
+    workers: Workers = None,
+    redis_server: RedisServer = None,
+    json: Json = False,
+) -> int:
+    """The same as `qim dev --demo --once`."""
+    return dev(
+        data_dir=data_dir, port=port, workers=workers, redis_server=redis_server, once=True, json=json
+    )  # fmt: skip
+
+
+@app.command
+def init(*, config: Config = None, set_: Set = (), json: Json = False) -> int:
+    """Give empty stores their identity. Safe to repeat; refuses the stores of another deployment."""
+    import os
+
+    from qim.config_checks import read_secret
+    from workers.init import initialise
+
+    loaded = _load(config, set_)
+    written = initialise(loaded, password=read_secret(loaded.redis.password, environ=os.environ))
+    if json:
+        _print_json({"schema": 1, "deployment": loaded.server.deployment, "written": written})
+        return ExitCode.OK
+    for line in written or ["every store has its identity already"]:
+        print(line)
+    return ExitCode.OK
+
+
+@app.command
+def version(*, json: Json = False) -> int:
+    """The version of the package and of the protocol."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as version_of
+
+    from qim.wire.layout import PROTOCOL_VERSION
+
+    try:
+        package = version_of("qim")
+    except PackageNotFoundError:
+        package = "not installed"
+    if json:
+        _print_json({"schema": 1, "version": package, "protocol": PROTOCOL_VERSION})
+    else:
+        print(f"qim {package}, protocol {PROTOCOL_VERSION}")
+    return ExitCode.OK
+
+
+@config_app.command
+def check(*, config: Config = None, set_: Set = (), json: Json = False) -> int:
+    """Every problem of the configuration and of the files it names, at once. Exit 78 when there is one."""
+    import os
+
+    from qim.config_checks import check_files
+    from workers.reload import reload_of
+    from workers.serve import make_verifier
+
+    problems: list[str] = []
+    try:
+        loaded = _load(config, set_)
+        problems = check_files(loaded, environ=os.environ)
+        if not problems:
+            make_verifier(loaded)
+            reload_of(loaded, os.environ).make_context()
+    except ConfigError as error:
+        problems = list(error.problems)
+    if json:
+        _print_json({"schema": 1, "ok": not problems, "problems": problems})
+    else:
+        for problem in problems:
+            print(problem, file=sys.stderr)
+        if not problems:
+            print("the configuration is good")
+    return ExitCode.CONFIG if problems else ExitCode.OK
+
+
+@config_app.command
+def show(
+    *,
+    config: Config = None,
+    set_: Set = (),
+    origin: Annotated[bool, Parameter(negative=(), help="where each value comes from")] = False,
+    json: Json = False,
+) -> int:
+    """The values in force. Secrets are only named, never read."""
+    from qim.config import describe
+
+    rows = describe(_load(config, set_))
+    if json:
+        _print_json(
+            {"schema": 1, "config": [dict(zip(("key", "value", "origin"), row, strict=True)) for row in rows]}
+        )
+        return ExitCode.OK
+    for key, value, source in rows:
+        print(f"{key} = {value}" + (f"    # {source}" if origin else ""))
+    return ExitCode.OK
+
+
+def _path(given: Path | None) -> Path | None:
+    """No file is fine only when nobody named one: everything has a default."""
+    if given is not None:
+        return given
+    return DEFAULT_CONFIG if DEFAULT_CONFIG.exists() else None
+
+
+def _load(given: Path | None, sets: tuple[str, ...]) -> "Tree":
+    from workers.serve import Command, read_config
+
+    return read_config(Command(path=_path(given), profile="auto", overrides=_overrides(sets)))[0]
+
+
+def _overrides(sets: tuple[str, ...]) -> Mapping[str, object]:
+    import tomllib
+
+    found: dict[str, object] = {}
+    problems = []
+    for text in sets:
+        key, equals, value = text.partition("=")
+        try:
+            # A bare word is a text: nobody wants to quote quotes for a shell.
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value
+        if not equals or not key:
+            problems.append("--set wants section.key=value")
+        found[key] = parsed
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _print_json(result: Mapping[str, object]) -> None:
+    import json
+
+    print(json.dumps(result))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point; ends the process with the exit code of the command."""
+    try:
+        code = app(arguments)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"qim: {problem}", file=sys.stderr)
+        code = ExitCode.CONFIG
+    except GuardRefused as error:
+        print(f"qim: {error}", file=sys.stderr)
+        code = error.exit_code
+    except StoreError as error:
+        print(f"qim: {error}", file=sys.stderr)
+        code = ExitCode.UNREACHABLE
+    except QimError as error:
+        print(f"qim: {error}", file=sys.stderr)
+        code = ExitCode.NO
+    except KeyboardInterrupt:
+        code = ExitCode.NO
+    sys.exit(code or ExitCode.OK)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The admin process: one place to ask about the whole service.
+
+It owns no slot, no store client and no chat state. It reads the shared page (state, heartbeats, counters of
+every child) and asks the workers over their control sockets; so it still reports when a worker hangs: that
+worker's row says that it did not answer. A command that names a slot goes to the worker that owns it, one
+that does not goes to all and the answers are joined. Nothing is changed here itself.
+
+Its own socket is `control.sock` in the runtime folder. When a worker does not answer in time, `status` says
+which one and still gives the others' answers. It ends last in a drain, so that health can be seen to the end.
+"""
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from structlog import get_logger
+
+from qim.clock import SystemClock
+from qim.config import Config
+from qim.ctl import protocol
+from qim.domain.placement import Placement
+from qim.domain.supervisor import ChildState, Stage
+from qim.errors import ControlError, ControlRefused, ControlUnreachable, ExitCode
+from qim.ids import SlotId
+from qim.limits import SLOTS
+from qim.logsetup import configure_logging
+from qim.metrics import Metrics, read_snapshot
+from workers.child import ChildContext
+from workers.control import ControlServer, Handler
+from workers.heartbeat import HeartbeatRecord
+from workers.reload import read_reload
+from workers.vitals import Vitals
+
+SCHEMA: Final = 1
+ASK_SECONDS_MAX: Final = 5.0
+OF_A_SLOT: Final = ("mailbox.retry", "mailbox.skip", "mailbox.redeliver", "outbox.retry", "outbox.skip")
+OF_ALL: Final = ("slots", "lag", "mailbox.show", "outbox.show")
+
+log = get_logger()
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminJob:
+    """What the admin process gets, made before the first fork."""
+
+    config: Config
+    placement: Placement
+    port: int
+    first_worker: int
+    """Number of worker 0 in the supervisor's table."""
+
+
+def run_admin(job: AdminJob, context: ChildContext) -> int:
+    """The entry point of the child; returns its exit code."""
+    configure_logging(level=read_reload(job.config).level, log_format=job.config.log.format, process="admin")
+    return asyncio.run(Admin(job, context).run())
+
+
+class Admin:
+    """One admin process."""
+
+    def __init__(self, job: AdminJob, context: ChildContext) -> None:
+        self._job = job
+        self._context = context
+        self._workers = range(job.placement.workers)
+        self._growth = Growth()
+        self._ended = asyncio.Event()
+
+    async def run(self) -> int:
+        """Until told to end."""
+        clock = SystemClock()
+        record = self._context.record
+        vitals = Vitals(
+            record=record,
+            metrics=Metrics(),
+            clock=clock,
+            on_beat=self._look_at_page,
+            before_publish=lambda: None,
+        )
+        vitals.start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_terminate)
+        control = ControlServer(Path(self._job.config.server.runtime_dir, "control.sock"), self._commands())
+        await control.start()
+        record.set_state(ChildState.READY, now_ns=vitals.now_ns())
+        await self._ended.wait()
+        await control.close()
+        record.report_done(Stage.CLOSE)
+        return ExitCode.OK
+
+    def _look_at_page(self) -> None:
+        if self._context.record.stage_wanted is Stage.CLOSE:
+            self._ended.set()
+
+    def _on_terminate(self) -> None:
+        if self._context.record.stage_wanted in {Stage.NONE, Stage.CLOSE}:
+            self._ended.set()
+
+    def _commands(self) -> dict[str, Handler]:
+        commands: dict[str, Handler] = {"status": self.status, "metrics": self.metrics}
+        for name in OF_ALL:
+            commands[name] = _Joined(self, name)
+        for name in OF_A_SLOT:
+            commands[name] = _Forwarded(self, name)
+        return commands
+
+    # --- commands ---
+
+    async def status(self) -> Answer:
+        """Ready or not and why; a row per worker and per store."""
+        answers = await self.ask_all("status")
+        rows = [self._row(worker, answer) for worker, answer in zip(self._workers, answers, strict=True)]
+        reasons = [reason for row in rows for reason in row.pop("reasons")]
+        commits = sum(row["commits"] or 0 for row in rows)
+        return {
+            "schema": SCHEMA,
+            "ready": not reasons,
+            "reasons": reasons,
+            "deployment": self._job.config.server.deployment,
+            "address": self._job.config.gateway.address,
+            "port": self._job.port,
+            "connections": sum(row["connections"] or 0 for row in rows),
+            "workers": rows,
+            "stores": await self._stores(commits),
+        }
+
+    def metrics(self) -> Answer:
+        """The counters of every process, by its number in the supervisor's table."""
+        records = (self._context.page.record(child) for child in range(len(self._context.page)))
+        return {"processes": [read_snapshot(record.read_snapshot()) for record in records]}
+
+    async def ask_slot(self, command: str, *, slot: int, arguments: Mapping[str, Any]) -> Answer:
+        """The answer of the slot's owner."""
+        if not 0 <= slot < SLOTS:
+            raise ControlRefused(
+                f"there is no slot {slot}; slots are 0 to {SLOTS - 1}", exit_code=ExitCode.USAGE
+            )
+        return await self._ask(
+            self._job.placement.worker_of(SlotId(slot)), command, {"slot": slot, **arguments}
+        )
+
+    async def ask_all(self, command: str) -> Sequence[Answer | ControlError]:
+        """The answer of each worker, or why there is none."""
+        asked = (self._ask(worker, command, {}) for worker in self._workers)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found: list[Answer | ControlError] = []
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ControlError):
+                raise answer
+            found.append(answer)
+        return found
+
+    async def _ask(self, worker: int, command: str, arguments: Mapping[str, Any]) -> Answer:
+        path = Path(self._job.config.server.runtime_dir, f"control-{worker}.sock")
+        # The blocking client in a thread: this process serves a handful of people, not messages.
+        return await asyncio.to_thread(
+            protocol.call, path, command, arguments, timeout_seconds=ASK_SECONDS_MAX
+        )
+
+    async def _stores(self, commits: int) -> list[Answer]:
+        try:
+            rows: list[Answer] = (await self._ask(0, "stores", {}))["stores"]
+        except ControlError:
+            return []
+        return [row | self._growth.judge(row, commits=commits) for row in rows]
+
+    def _row(self, worker: int, answer: Answer | ControlError) -> Answer:
+        record = self._context.page.record(self._job.first_worker + worker)
+        row: Answer = {"worker": worker, **_seen_in_page(record)}
+        reasons = (
+            [] if record.state is ChildState.READY else [f"worker {worker} is {record.state.name.lower()}"]
+        )
+        if isinstance(answer, ControlError):
+            reasons.append(f"worker {worker} does not answer: {answer}")
+            return row | {"slots": None, "connections": None, "commits": None, "reasons": reasons}
+        if answer["waiting_for"]:
+            reasons.append(f"worker {worker} waits: {answer['waiting_for']}")
+        reasons += [f"worker {worker}: {what}" for what in answer["stopped"]]
+        reasons += [f"worker {worker}: {what} is {state}" for what, state in answer["not_ready"].items()]
+        shown = {name: answer[name] for name in ("slots", "connections", "commits")}
+        return row | shown | {"reasons": reasons}
+
+
+class _Joined:
+    """A command that every worker answers with one list; the lists are joined."""
+
+    def __init__(self, admin: Admin, command: str) -> None:
+        self._admin = admin
+        self._command = command
+
+    async def __call__(self) -> Answer:
+        result: Answer = {"schema": SCHEMA}
+        for worker, answer in enumerate(await self._admin.ask_all(self._command)):
+            if isinstance(answer, ControlError):
+                raise ControlUnreachable(f"worker {worker}: {answer}") from answer
+            for key, value in answer.items():
+                if isinstance(value, dict):
+                    result.setdefault(key, {}).update(value)
+                else:
+                    result.setdefault(key, []).extend(value)
+        return result
+
+
+class _Forwarded:
+    """A command about one slot; its owner answers."""
+
+    def __init__(self, admin: Admin, command: str) -> None:
+        self._admin = admin
+        self._command = command
+
+    async def __call__(self, *, slot: int, offset: int | None = None) -> Answer:
+        arguments = {} if offset is None else {"offset": offset}
+        return {"schema": SCHEMA, **await self._admin.ask_slot(self._command, slot=slot, arguments=arguments)}
+
+
+class Growth:
+    """How much a message costs a store, from the first look at it to the latest."""
+
+    MESSAGES_MIN: Final = 200
+    """Fewer say more about the allocator than about messages."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, int, int]] = {}
+
+    def judge(self, row: Mapping[str, Any], *, commits: int) -> Answer:
+        """`bytes_per_message` and `days_left`; None while too little was seen or nothing limits the store."""
+        used, limit, now_ms = int(row["used_bytes"]), int(row["limit_bytes"]), int(row["now_ms"])
+        first_used, first_commits, first_ms = self._first.setdefault(row["store"], (used, commits, now_ms))
+        messages, grown, passed_ms = commits - first_commits, used - first_used, now_ms - first_ms
+        if messages < 0 or grown < 0:
+            # A worker or the store began anew, or old data were trimmed: a new beginning here too.
+            self._first[row["store"]] = (used, commits, now_ms)
+        if messages < self.MESSAGES_MIN or grown <= 0 or passed_ms <= 0:
+            return {"bytes_per_message": None, "days_left": None}
+        days = (limit - used) / grown * passed_ms / 86_400_000 if limit else None
+        return {
+            "bytes_per_message": grown / messages,
+            "days_left": None if days is None else max(0.0, days),
+        }
+
+
+def _seen_in_page(record: HeartbeatRecord) -> Answer:
+    seen = read_snapshot(record.read_snapshot())
+    rss = seen.get("rss_bytes")
+    return {
+        "pid": record.pid,
+        "state": record.state.name.lower(),
+        "starts": record.generation,
+        "rss_bytes": int(rss) if isinstance(rss, int | float) else None,
+    }

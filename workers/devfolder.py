@@ -1,0 +1,247 @@
+"""The data folder of `qim dev`: who may use it, and the files that a person would have to make by hand.
+
+    lock              locked while a launcher or its store lives; holds the launcher's process id
+    deployment        marks the folder as ours and names the deployment
+    store/            what the embedded store keeps
+    run               link to a short folder with sockets: the path of a Unix socket ends at 107 bytes
+    certificate.pem   self-signed, ECDSA P-256, for localhost; made again before it ends
+    key.pem           its key
+    token-key.pem     Ed25519, signs connection tokens; token-public.pem is what the server believes
+    qim.toml          the configuration that the supervisor is started with
+    qim.log           what the service logs
+
+A folder that holds other things is refused, so that a mistyped path does no harm. Disk full, not writable and
+locked by another launcher are one-line errors.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from qim.clock import Clock
+from qim.errors import ConfigError
+from qim.tokens import generate_key_pair
+
+DEPLOYMENT: Final = "qim-dev"
+KEY_ID: Final = "dev"
+CERTIFICATE_DAYS: Final = 365
+RENEW_DAYS: Final = 14
+ORPHAN_SECONDS_MAX: Final = 25.0
+"""A store whose launcher was killed needs so long at most to end."""
+POLL_SECONDS: Final = 0.1
+
+
+class DevFolder:
+    """The folder of one launcher. Made by `open_folder` only, which holds the lock."""
+
+    def __init__(self, path: Path, *, lock: int, run: Path, clock: Clock) -> None:
+        self.path = path
+        self.lock = lock
+        self.run = run
+        """Where sockets are; short, and gone when the launcher ends."""
+        self._clock = clock
+
+    @property
+    def store(self) -> Path:
+        return self.path / "store"
+
+    @property
+    def store_socket(self) -> Path:
+        return self.run / "store.sock"
+
+    @property
+    def certificate(self) -> Path:
+        return self.path / "certificate.pem"
+
+    @property
+    def token_key(self) -> Path:
+        return self.path / "token-key.pem"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "qim.toml"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "qim.log"
+
+    def prepare(self, *, address: str, port: int, workers: int | None) -> None:
+        """Makes what is missing and writes the configuration."""
+        self._make_certificate()
+        if not self.token_key.exists():
+            private, public = generate_key_pair()
+            write_private(self.token_key, private)
+            write_private(self.path / "token-public.pem", public)
+        write_private(self.config, self._config_text(address, port, workers).encode())
+
+    def _config_text(self, address: str, port: int, workers: int | None) -> str:
+        lines = [
+            "# Written by `qim dev` at each start; changes are lost.",
+            "[server]",
+            f'deployment = "{DEPLOYMENT}"',
+            f'data_dir = "{self.path}"',
+            f'runtime_dir = "{self.run}"',
+            "pin = false",
+            "drain_timeout_ms = 6000",
+            *([] if workers is None else [f"workers = {workers}"]),
+            "[gateway]",
+            f'address = "{address}"',
+            f"port = {port}",
+            "[tls]",
+            f'certificate_file = "{self.certificate}"',
+            f'key_file = "{self.path / "key.pem"}"',
+            "[auth.keys]",
+            f'{KEY_ID} = "{self.path / "token-public.pem"}"',
+            "[redis]",
+            f'core = ["unix://{self.store_socket}"]',
+            "[log]",
+            'format = "json"',
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _make_certificate(self) -> None:
+        now = datetime.fromtimestamp(self._clock.now_ms() / 1000, tz=UTC)
+        if self.certificate.exists() and (self.path / "key.pem").exists():
+            present = x509.load_pem_x509_certificate(self.certificate.read_bytes())
+            if present.not_valid_after_utc > now + timedelta(days=RENEW_DAYS):
+                return
+        key, certificate = make_certificate(now)
+        write_private(self.path / "key.pem", key)
+        write_private(self.certificate, certificate)
+
+
+@contextmanager
+def open_folder(path: Path, *, clock: Clock) -> Iterator[DevFolder]:
+    """Locks the folder for this process; raises ConfigError when it cannot be used."""
+    path = path.absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_foreign(path)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError([f"data folder {path}: {error.strerror}"]) from error
+    try:
+        _take_lock(path, lock, clock)
+        run = _occupy(path, lock)
+        try:
+            yield DevFolder(path, lock=lock, run=run, clock=clock)
+        finally:
+            (path / "run").unlink(missing_ok=True)
+            shutil.rmtree(run, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _occupy(path: Path, lock: int) -> Path:
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        write_private(path / "deployment", f"{DEPLOYMENT}\n".encode())
+        return _make_run(path)
+    except OSError as error:
+        raise ConfigError([f"data folder {path}: {error.strerror}"]) from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    if (path / "deployment").exists() or not any(path.iterdir()):
+        if (path / "deployment").exists():
+            name = (path / "deployment").read_text().strip()
+            # An empty marker was cut off by a full disk before it was written.
+            if name not in {DEPLOYMENT, ""}:
+                raise ConfigError(
+                    [f"data folder {path}: belongs to deployment {name[:64]!r}; choose another"]
+                )
+        return
+    strange = [entry.name for entry in path.iterdir() if entry.name != "lock"]
+    if strange:
+        raise ConfigError(
+            [f"data folder {path}: holds other files ({strange[0][:64]}); choose an empty folder"]
+        )
+
+
+def _take_lock(path: Path, lock: int, clock: Clock) -> None:
+    """Waits for a store whose launcher is dead; refuses while the launcher lives."""
+    began = clock.monotonic()
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        alive = owner.isdigit() and Path(f"/proc/{owner}").exists()
+        if alive or clock.monotonic() - began > ORPHAN_SECONDS_MAX:
+            who = f"by process {owner}" if alive else "by a store whose launcher is gone"
+            raise ConfigError([f"data folder {path}: in use {who}; stop it first, or choose --data-dir"])
+        _pause()
+
+
+def _pause() -> None:
+    """Lets a tenth of a second pass; the launcher has no loop of its own."""
+    import select  # noqa: PLC0415 - needed on this rare path only
+
+    select.select([], [], [], POLL_SECONDS)
+
+
+def _make_run(path: Path) -> Path:
+    run = Path(tempfile.mkdtemp(prefix="qim-"))
+    link = path / "run"
+    if link.is_symlink():
+        # What a killed launcher left behind: its sockets are dead, the lock proves it.
+        shutil.rmtree(link.resolve(), ignore_errors=True)
+        link.unlink()
+    link.symlink_to(run)
+    return run
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """All of the file or none, readable by this user only; raises ConfigError when the disk says no."""
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from error
+
+
+def make_certificate(now: datetime) -> tuple[bytes, bytes]:
+    """Key and self-signed certificate for localhost, PEM. ECDSA P-256 makes the cheapest handshakes."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "qim dev")])
+    names: list[x509.GeneralName] = [x509.DNSName("localhost")]
+    names += [x509.IPAddress(ip_address(text)) for text in ("127.0.0.1", "::1")]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # A day back, for clients whose clock is behind.
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=CERTIFICATE_DAYS))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return (
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+        certificate.public_bytes(serialization.Encoding.PEM),
+    )

@@ -1,0 +1,230 @@
+"""The roles of one worker, put together, started from the end of the pipe and drained from its head.
+
+    start   presence, mailbox, fanout, recoverer's first pass, writer, links, gateway
+    drain   gateway, then writer, fanout, mailbox, presence, links
+
+So nothing is accepted before everything behind it runs, and nothing behind stops while something before it
+may still hand over. Each role is one task for its whole life. A role that ends by an exception ends the
+worker (70): a half-working worker would only look alive. A slot that a store says is no longer ours ends it
+too (75).
+
+This class owns the tasks; what they share (router, caches, tables) they got when they were made.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from structlog import get_logger
+
+from qim.clock import Clock
+from qim.config import Config
+from qim.domain.gateway import GatewayLimits, Rate
+from qim.domain.placement import Placement
+from qim.ids import BootId, SlotId, WorkerId
+from qim.metrics import Metrics
+from qim.tokens import TokenVerifier
+from workers.failpoints import Failpoints
+from workers.fanout import Fanout
+from workers.gateway import Gateway
+from workers.link import Links
+from workers.mailbox import Mailbox
+from workers.outbound import Outbound
+from workers.presence import Presence
+from workers.retention import Retention
+from workers.router import Router
+from workers.wiring import Stores
+from workers.writer import Writer
+
+log = get_logger()
+
+
+class Roles:
+    """Everything of one worker that serves messages."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        worker: WorkerId,
+        placement: Placement,
+        boot: BootId,
+        stores: Stores,
+        tokens: TokenVerifier,
+        tls: ssl.SSLContext | None,
+        clock: Clock,
+        metrics: Metrics,
+        failpoints: Failpoints,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self.fenced: asyncio.Future[SlotId] = asyncio.get_running_loop().create_future()
+        """Gets the slot that this process must not serve any more."""
+        slots = tuple(SlotId(slot) for slot in placement.slots_of(worker))
+        outbound = Outbound(asyncio.get_running_loop())
+        router = Router(worker=worker, placement=placement, clock=clock, metrics=metrics)
+        common: dict[str, Any] = {
+            "clock": clock, "metrics": metrics, "failpoints": failpoints, "on_fatal": self._on_fatal,
+        }  # fmt: skip
+        self.gateway = Gateway(
+            router=router,
+            tokens=tokens,
+            clock=clock,
+            outbound=outbound,
+            bounds=gateway_limits(config),
+            metrics=metrics,
+            tls=tls,
+        )
+        self.presence = Presence(placement=placement, mailboxes=stores.mailboxes, answers=router)
+        self.writer = Writer(
+            worker=worker,
+            placement=placement,
+            stores=stores.commits,
+            outbox=stores.outbox,
+            company_wait_us=config.writer.company_wait_us,
+            **common,
+        )
+        self.fanout = Fanout(
+            slots=slots,
+            placement=placement,
+            stores=stores.commits,
+            outbox=stores.outbox,
+            dispatch=stores.dispatch,
+            **common,
+        )
+        self.mailbox = Mailbox(
+            slots=slots,
+            placement=placement,
+            stores=stores.mailboxes,
+            dispatch=stores.dispatch,
+            presence=self.presence,
+            pusher=router,
+            **common,
+        )
+        self.links = self._make_links(worker, placement, boot, outbound, router)
+        router.bind(
+            gateway=self.gateway,
+            presence=self.presence,
+            writer=self.writer,
+            mailbox=self.mailbox,
+            links=self.links,
+        )
+        self._trimmers = [
+            Retention(
+                name=name, slots=slots, commit_log=commit_log, positions=positions, clock=clock
+            )
+            for name, commit_log, positions in (
+                ("outbox", stores.outbox, lambda: self.fanout.positions),
+                ("dispatch", stores.dispatch, lambda: self.mailbox.positions),
+            )
+        ]  # fmt: skip
+
+    def _make_links(
+        self, worker: WorkerId, placement: Placement, boot: BootId, outbound: Outbound, router: Router
+    ) -> Links | None:
+        if placement.workers == 1:
+            return None
+        return Links(
+            worker=worker,
+            workers=placement.workers,
+            placement=placement.digest(),
+            boot=boot,
+            runtime_dir=Path(self._config.server.runtime_dir),
+            outbound=outbound,
+            user=router,
+        )
+
+    # --- start ---
+
+    async def start(self, listener: socket.socket) -> None:
+        """Serves when this returns. `listener` is the bound public socket."""
+        self._begin("presence", self.presence.run())
+        self._begin("mailbox", self.mailbox.run())
+        self._begin("fanout", self.fanout.run())
+        # Finished or not: what it could not finish stays pending and delays only its own conversations.
+        await self.writer.recover_once(older_than_ms=0)
+        self._begin("writer", self.writer.run())
+        for trimmer in self._trimmers:
+            self._begin("retention", trimmer.run())
+        if self.links is not None:
+            await self.links.listen()
+            self._begin("links", self.links.run())
+        self._begin("gateway", self.gateway.run())
+        await self.gateway.listen(
+            listener,
+            backlog=self._config.gateway.backlog,
+            handshake_timeout_ms=self._config.gateway.handshake_timeout_ms,
+        )
+
+    def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work, name=name))
+
+    async def failed(self) -> None:
+        """Returns never while all is well; raises what ended a role. Ends quietly once drained."""
+        pending = set(self._tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not task.cancelled() and task.exception() is not None:
+                    log.error("role_stopped", role=task.get_name(), exc_info=task.exception())
+                    raise task.exception() or AssertionError
+                assert self._draining or task.cancelled(), f"role {task.get_name()} ended by itself"
+
+    def _on_fatal(self, slot: SlotId) -> None:
+        if not self.fenced.done():
+            self.fenced.set_result(slot)
+
+    # --- drain ---
+
+    async def say_goodbye(self, deadline: float) -> None:
+        """Accepts nothing more and asks the clients to come back later."""
+        self._draining = True
+        await self.gateway.drain(deadline)
+
+    async def drain(self, deadline: float) -> None:
+        """After this nothing accepted is unfinished, or the deadline (monotonic seconds) has come."""
+        self._draining = True
+        await self.writer.drain(deadline)
+        await self.fanout.drain(deadline)
+        await self.mailbox.drain(deadline)
+        await self.presence.drain(deadline)
+
+    async def close(self) -> None:
+        """Ends what still runs."""
+        self._draining = True
+        if self.links is not None:
+            await self.links.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def not_ready(self) -> Mapping[str, str]:
+        """Why this worker cannot serve everything, by what is missing."""
+        if self.links is None:
+            return {}
+        return {
+            f"link to worker {peer}": state.value
+            for peer, state in self.links.health.items()
+            if state.name != "UP"
+        }
+
+
+def gateway_limits(config: Config) -> GatewayLimits:
+    """The bounds that an operator may set, as the gateway takes them."""
+    gateway, bounds = config.gateway, config.limits
+    return GatewayLimits(
+        connections_max=gateway.connections_max,
+        auth_timeout_ms=gateway.auth_timeout_ms,
+        ping_interval_ms=gateway.ping_interval_ms,
+        silence_ms_max=gateway.silence_ms_max,
+        unanswered_requests_max=bounds.unanswered_requests_max,
+        unsent_bytes_max=bounds.unsent_bytes_max,
+        sends=Rate(bounds.sends_per_second, bounds.sends_burst),
+        failed_logins=Rate(bounds.failed_logins_per_second, bounds.failed_logins_burst),
+    )

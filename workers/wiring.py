@@ -1,0 +1,165 @@
+"""Configuration → adapters. The only file that names a medium.
+
+One connection per worker and server: where core, mailbox and log share a server they share its pipe, so the
+calls of all roles leave in one write per pass. Adapters are made after the fork, inside the running loop, and
+connect when `connect` is called; until then nothing is sent.
+
+A second medium of a port is one more arm of a `match` here and nothing else anywhere.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from qim.adapters.commitlog_redis import RedisCommitLog
+from qim.adapters.commits_redis import RedisCommitStore
+from qim.adapters.lua_scripts import LuaScripts
+from qim.adapters.mailbox_redis import RedisMailboxStore
+from qim.adapters.redis_pipe import RedisPipe
+from qim.clock import Clock
+from qim.config import Config, Secret
+from qim.domain.guards import ExpectedIdentity
+from qim.metrics import Metrics
+from workers.guards import StoreFacts, check_identities, check_settings, fetch_facts
+
+CORE: Final = "core"
+MAILBOX: Final = "mailbox"
+LOG: Final = "log"
+
+
+class Instance(NamedTuple):
+    """One server, in all the roles that it has for us."""
+
+    where: str
+    """Its address without a password, for messages."""
+    pipe: RedisPipe
+    expected: tuple[ExpectedIdentity, ...]
+
+    async def facts(self) -> StoreFacts:
+        return await fetch_facts(self.pipe.command, where=self.where)
+
+    async def check(self) -> None:
+        """The start-up guards; raises GuardRefused."""
+        facts = await self.facts()
+        check_settings(facts, where=self.where)
+        check_identities(facts, self.expected, where=self.where)
+
+    async def memory(self) -> dict[str, object]:
+        """What the server holds and may hold; the host's memory where it has no limit of its own."""
+        facts: dict[str, str] = {}
+        for section in ("memory", "stats"):
+            text: bytes = await self.pipe.command("INFO", section)
+            facts |= dict(line.partition(":")[::2] for line in text.decode().splitlines() if ":" in line)
+        seconds, microseconds = await self.pipe.command("TIME")
+        return {
+            "store": self.where,
+            "roles": ", ".join(identity.role for identity in self.expected),
+            "used_bytes": int(facts["used_memory"]),
+            "limit_bytes": int(facts["maxmemory"]) or int(facts.get("total_system_memory", 0)),
+            "evicted": int(facts["evicted_keys"]),
+            "now_ms": int(seconds) * 1000 + int(microseconds) // 1000,
+        }
+
+
+class Stores:
+    """Every adapter of one process."""
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        *,
+        commits: Sequence[RedisCommitStore],
+        mailboxes: Sequence[RedisMailboxStore],
+        outbox: RedisCommitLog,
+        dispatch: RedisCommitLog,
+    ) -> None:
+        self.instances = tuple(instances)
+        self.commits = tuple(commits)
+        """By core instance."""
+        self.mailboxes = tuple(mailboxes)
+        """By mailbox instance."""
+        self.outbox = outbox
+        self.dispatch = dispatch
+
+    async def connect(self) -> None:
+        """Connects what is not connected; StoreRefused while a server is down, StoreUnfit if refused."""
+        for instance in self.instances:
+            if not instance.pipe.is_connected:
+                await instance.pipe.connect()
+
+    async def check(self) -> None:
+        """The start-up guards of every server; raises GuardRefused."""
+        for instance in self.instances:
+            await instance.check()
+
+    def on_connected(self, callback: Callable[[], None]) -> None:
+        """Called after each connection to a server but the first."""
+        for instance in self.instances:
+            instance.pipe.on_connected.append(callback)
+
+    @property
+    def reconnects(self) -> int:
+        return sum(instance.pipe.reconnects for instance in self.instances)
+
+    async def create_logs(self) -> bytes:
+        """For `init`: gives both logs their identity where they have none; returns that of the dispatch log."""
+        for commit_log in (self.outbox, self.dispatch):
+            await commit_log.create_identity(os.urandom(16))
+        return await self.dispatch.identity()
+
+    async def close(self) -> None:
+        await asyncio.gather(self.outbox.close(), self.dispatch.close())
+        await asyncio.gather(*(instance.pipe.close() for instance in self.instances))
+
+
+def wire(
+    config: Config, *, workers: int, scripts: LuaScripts, clock: Clock, metrics: Metrics, password: Secret
+) -> Stores:
+    """The adapters of this process; must be called inside its running loop."""
+    core, mailbox, log = config.redis.core, config.mailbox_urls, config.log_url
+    pipes = {
+        url: RedisPipe(
+            with_password(url, password),
+            clock=clock,
+            scripts=scripts,
+            metrics=metrics,
+            timeout_ms=config.redis.command_timeout_ms,
+        )
+        for url in dict.fromkeys((*core, *mailbox, log))
+    }
+    expected = expected_identities(config)
+    return Stores(
+        [Instance(url, pipe, expected[url]) for url, pipe in pipes.items()],
+        commits=[RedisCommitStore(pipes[url], clock) for url in core],
+        mailboxes=[RedisMailboxStore(pipes[url], clock) for url in mailbox],
+        # Only this worker appends to the Outbox partitions it reads; dispatches come from every worker.
+        outbox=RedisCommitLog(pipes[log], "outbox", clock=clock, consumers_here=log in core),
+        dispatch=RedisCommitLog(
+            pipes[log],
+            "dispatch",
+            shared=workers > 1,
+            url=with_password(log, password),
+            clock=clock,
+            consumers_here=log in mailbox,
+        ),
+    )
+
+
+def expected_identities(config: Config) -> dict[str, tuple[ExpectedIdentity, ...]]:
+    """Who each server must be, by its address: one server may have several roles."""
+    deployment = config.server.deployment
+    found: dict[str, list[ExpectedIdentity]] = {}
+    for role, urls in ((CORE, config.redis.core), (MAILBOX, config.mailbox_urls), (LOG, (config.log_url,))):
+        for number, url in enumerate(urls):
+            found.setdefault(url, []).append(ExpectedIdentity(role, deployment, number, len(urls)))
+    return {url: tuple(identities) for url, identities in found.items()}
+
+
+def with_password(url: str, password: Secret) -> str:
+    """The address as the pipe wants it. The configuration never holds the password itself."""
+    if not password:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=f":{quote(password.reveal().decode(), safe='')}@{parts.netloc}"))
