@@ -25,7 +25,7 @@ claim again. Only a script that the server forgot while we were connected runs l
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
 import hiredis
@@ -141,8 +141,8 @@ class _Connection(asyncio.BufferedProtocol):
     # --- asyncio ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not checked by class: uvloop's transports are none of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
         self._sweep_timer = self._loop.call_later(SWEEP_INTERVAL_MS / 1000, self._sweep)
 
     def get_buffer(self, sizehint: int) -> bytearray:  # noqa: ARG002 - the protocol's signature
