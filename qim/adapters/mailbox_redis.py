@@ -71,9 +71,7 @@ class RedisMailboxStore(RedisOwnership):
             slot: pack_state(ShardState(MailboxSeq(0), base, 0, log_identity, DispatchId(b"")))
             for slot, base in bases.items()
         }
-        commands = [
-            (b"HSETNX", WATERMARKS, SLOT_FIELDS[slot], state) for slot, state in states.items()
-        ]
+        commands = [(b"HSETNX", WATERMARKS, SLOT_FIELDS[slot], state) for slot, state in states.items()]
         answers: Answers[None] = Answers(len(commands), lambda _replies: None)
         for at, command in enumerate(commands):
             self._pipe.submit(command, answers.part(at, int))

@@ -37,7 +37,9 @@ assert len(HOSTILE_USER) == 16
 
 
 def claim_of(boot: bytes = b"boot", slots: tuple[SlotId, ...] = (SLOT, OTHER)) -> SlotClaim:
-    return SlotClaim(slots, BootId(boot.ljust(16, b".")), b"supervisor".ljust(16, b"."), "host", b"p" * 16, True)
+    return SlotClaim(
+        slots, BootId(boot.ljust(16, b".")), b"supervisor".ljust(16, b"."), "host", b"p" * 16, True
+    )
 
 
 def write_of(

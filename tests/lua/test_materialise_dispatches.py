@@ -78,7 +78,12 @@ async def test_a_record_that_does_not_follow_w_is_a_gap_and_what_follows_it_is_b
     assert await store.materialise({SLOT: MailboxSeq(1)}, [write_of(3)]) == [GAP]
     assert await contents(pipe) == before
     jump = [write_of(2), write_of(4), write_of(5), write_of(1, slot=OTHER)]
-    assert await store.materialise({SLOT: MailboxSeq(1), OTHER: MailboxSeq(0)}, jump) == [DONE, GAP, BEHIND, DONE]
+    assert await store.materialise({SLOT: MailboxSeq(1), OTHER: MailboxSeq(0)}, jump) == [
+        DONE,
+        GAP,
+        BEHIND,
+        DONE,
+    ]
     assert await watermark(store) == 2
 
 
@@ -159,7 +164,9 @@ async def test_a_stale_owner_writes_nothing_and_does_not_fail_the_shards_it_stil
 
 
 @pytest.mark.parametrize("victim", ["owner", "mboxw", "progress", "mailbox"])
-async def test_a_wrong_type_under_any_key_is_refused_before_the_first_write(opened: Opened, victim: str) -> None:
+async def test_a_wrong_type_under_any_key_is_refused_before_the_first_write(
+    opened: Opened, victim: str
+) -> None:
     pipe, store = opened
     await store.materialise(ZERO, [write_of(1)])
     second = write_of(3, users=(BEN, HOSTILE_USER))
@@ -183,9 +190,7 @@ async def test_the_day_turns_with_time_and_the_calls_in_flight_land_in_order(ope
     yesterday = ShardState(MailboxSeq(1), MailboxSeq(1), today() - 1, IDENTITY, DispatchId(b"d" * 16))
     await pipe.command("HSET", WATERMARKS, SLOT, pack_state(yesterday))
     store._days[SLOT] = today() - 1
-    in_flight = [
-        store.materialise({SLOT: MailboxSeq(seq - 1)}, [write_of(seq)]) for seq in (2, 3, 4)
-    ]
+    in_flight = [store.materialise({SLOT: MailboxSeq(seq - 1)}, [write_of(seq)]) for seq in (2, 3, 4)]
     assert await asyncio.gather(*in_flight) == [[DONE], [DONE], [DONE]]
     assert await pipe.command("HGETALL", day_hash_key(SLOT)) == [b"%d" % (today() - 1), b"1"]
     assert (await store.load_shards([SLOT]))[SLOT].day == today()
