@@ -183,7 +183,7 @@ class Commits:
     async def _reserved(self, part: "Reserving") -> list[ReserveResult | None]:
         """None where the message was already answered."""
         try:
-            return list(await part.call)
+            return [*await part.call]
         except StoreRefused:
             self._give_up(part.run, NOTHING_WRITTEN)
         except StoreUnknown:

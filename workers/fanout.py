@@ -154,6 +154,8 @@ class Fanout:
                 log.warning("log_read_failed", role=GROUP, reason=str(error))
                 await asyncio.sleep(backoff_ms(3) / 1000)
             else:
+                if not batch:
+                    return
                 await self.finish_batch(batch)
 
     async def finish_batch(self, batch: Sequence[LogRecord]) -> None:

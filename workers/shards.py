@@ -157,6 +157,8 @@ class Shards:
                     log.warning("log_read_failed", role="mailbox", reason=str(error))
                     await asyncio.sleep(rules.backoff_ms(3) / 1000)
                 else:
+                    if not batch:
+                        return
                     runs = self._issue(batch)
             self._issued.put_nowait(runs)
 
@@ -273,8 +275,9 @@ class Shards:
     def _fail_run(self, run: Run, error: StoreError) -> None:
         for slot in {delivery.write.slot for delivery in run.deliveries}:
             shard = self.shards[slot]
-            # A run names many shards and the error none: each tries its next record alone.
-            shard.alone = shard.alone or isinstance(error, StoreBroken)
+            # A run names many shards and the error none. Where it is one shard's fault, or it fails again, each
+            # tries its next record alone, so that no shard suffers for long from another one.
+            shard.alone = shard.alone or shard.attempts > 0 or isinstance(error, StoreBroken)
             self.fail(shard, str(error))
 
     def note_done(self, shard: Shard, delivery: Delivery) -> None:

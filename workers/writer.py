@@ -281,8 +281,9 @@ class _Instance:
         reads = _call_in_runs(histories, self._store.read_history, HISTORY_QUERIES_PER_CALL_MAX)
         raised = _call_in_runs(marks, self._store.mark_read, SCRIPT_RUN_ITEMS_MAX)
         reserving = self.commits.begin(sends)
-        await _answer(reads, _reply_history)
-        await _answer(raised, _reply_mark)
+        if histories or marks:
+            await _answer(reads, _reply_history)
+            await _answer(raised, _reply_mark)
         await self.commits.finish(reserving)
         self._metrics.writer_batches += 1
         self._metrics.writer_batch_messages += len(sends)
@@ -301,6 +302,8 @@ def _call_in_runs(
     method: Callable[[Sequence[Query]], Awaitable[list[Answer]]],
     items_max: int,
 ) -> list[_Asked[Query, Answer]]:
+    if not asked:
+        return []
     runs = [asked[start : start + items_max] for start in range(0, len(asked), items_max)]
     return [_Asked(run, method([query for _request, query in run])) for run in runs]
 

@@ -1,0 +1,181 @@
+"""The whole spine in one process: writer → Outbox → fan-out → dispatch → mailbox, and kills at every step.
+
+A kill drops all roles at a named step. The next ones start on what the stores and logs hold, claim with
+higher epochs, recover, and the client sends everything again. Whatever the step, afterwards every message is
+there once: same coordinates as acknowledged, sequences without a gap, one entry in each mailbox.
+"""
+
+import pytest
+
+from qim.errors import StoreError, StoreRefused, StoreUnknown
+from qim.wire.bodies import SendAck
+from tests.unit.workers.rig import ALICE, BOB, Client, Rig, build_dispatches
+from tests.waiting import happens
+from workers.failpoints import NAMES, Action
+
+COUNT = 60
+SECOND_GROUP = COUNT // 2
+
+# The general path is not entered by one-to-one messages alone; its steps are killed in test_mailbox.py.
+POINTS = sorted(NAMES - {"mailbox.begun", "mailbox.entries"})
+
+
+async def _check(rig: Rig, acks: list[SendAck]) -> None:
+    """Everything acknowledged, gap-free, once in both mailboxes."""
+    coordinates: dict[bytes, set[tuple[int, bytes, int]]] = {}
+    for ack in acks:
+        known = coordinates.setdefault(bytes(ack.client_message_id), set())
+        known.add((ack.conversation_seq, bytes(ack.message_id), ack.reserved_at))
+    assert len(coordinates) == COUNT
+    assert all(len(places) == 1 for places in coordinates.values()), "coordinates are stable"
+    sequences = sorted(seq for places in coordinates.values() for seq, _id, _time in places)
+    assert sequences == list(range(1, COUNT + 1))
+    assert rig.head() == (COUNT, COUNT)
+    assert not rig.commit_state.pending
+    for user in (ALICE, BOB):
+        entries = await rig.mailbox_of(user)
+        assert sorted(seq for _mailbox_seq, seq in entries) == sequences
+        assert [seq for seq, _ in entries] == sorted({seq for seq, _ in entries})
+
+
+async def _restart_and_finish(rig: Rig, client: Client) -> None:
+    await rig.claim()
+    rig.clock.advance(milliseconds=3_000)
+    writer, fanout, mailbox = rig.roles()
+    await writer.recover_once(older_than_ms=0)
+    async with rig.running(writer, fanout, mailbox):
+        before = len(client.acks)
+        rig.send(writer, *range(COUNT), client=client)
+
+        def answered() -> bool:
+            rig.clock.advance(milliseconds=10)
+            return len(client.acks) == before + COUNT
+
+        await happens(answered, what="every message is acknowledged")
+        await rig.settled(fanout, mailbox)
+
+
+@pytest.mark.shows("F-01", "F-02", "F-03", "F-30", "C2", "C3", "C4", "C7", "C11", "F4", "M4", "M7", "X5")
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("hit", [1, 2])
+async def test_a_kill_at_any_step_loses_and_doubles_nothing(point: str, hit: int) -> None:
+    rig = await Rig().prepare()
+    roles = rig.roles(failpoints={point: Action("raise", at_hit=hit)}, lanes=2)
+    rig.send(roles.writer, *range(SECOND_GROUP))
+
+    class Sender:
+        """Sends a second group when the first one is on its way, so that there is a second hit."""
+
+        async def run(self) -> None:
+            await happens(
+                lambda: "append" in rig.dispatch.calls or bool(rig.alice.acks), what="the first group"
+            )
+            await happens(lambda: len(rig.alice.acks) >= SECOND_GROUP, what="the first acknowledgements")
+            await happens(lambda: rig.metrics.mailbox_entries >= SECOND_GROUP, what="the first entries")
+            rig.send(roles.writer, *range(SECOND_GROUP, COUNT))
+
+    await rig.run_until_killed(*roles, Sender())
+    acknowledged = list(rig.alice.acks)
+    again = Client(rig.clock)
+    await _restart_and_finish(rig, again)
+    await _check(rig, [*acknowledged, *again.acks])
+
+
+@pytest.mark.shows("F-30", "C4")
+async def test_acknowledgements_that_were_lost_are_given_again_with_the_same_coordinates() -> None:
+    rig = await Rig().prepare()
+    writer, fanout, mailbox = rig.roles()
+    async with rig.running(writer, fanout, mailbox):
+        rig.send(writer, *range(COUNT))
+        await happens(lambda: len(rig.alice.acks) == COUNT, what="the acknowledgements that nobody reads")
+        again = Client(rig.clock)
+        rig.send(writer, *range(COUNT), client=again)
+        await happens(lambda: len(again.acks) == COUNT, what="the same again")
+        await rig.settled(fanout, mailbox)
+    assert all(ack.duplicate for ack in again.acks)
+    await _check(rig, [*rig.alice.acks, *again.acks])
+
+
+@pytest.mark.shows("F-31", "M7", "F4")
+async def test_a_fanout_that_goes_back_doubles_nothing() -> None:
+    rig = await Rig().prepare()
+    writer, fanout, mailbox = rig.roles()
+    async with rig.running(writer, fanout, mailbox):
+        rig.send(writer, *range(COUNT))
+        await happens(lambda: len(rig.alice.acks) == COUNT, what="the acknowledgements")
+        await rig.settled(fanout, mailbox)
+    rig.commit_state.positions.clear()
+    await rig.deliver()
+    marks = await rig.dispatch.watermarks([build_dispatches(seq=1)[0][0]])
+    assert all(mark.high == 2 * COUNT for mark in marks.values()), "everything was dispatched twice"
+    await _check(rig, rig.alice.acks)
+
+
+@pytest.mark.shows("X6", "C7", "F4", "M7")
+@pytest.mark.parametrize(
+    ("error", "applied"), [(StoreRefused(), False), (StoreUnknown(), False), (StoreUnknown(), True)]
+)
+async def test_stores_that_fail_now_and_then_lose_and_double_nothing(
+    error: StoreError, applied: bool
+) -> None:
+    rig = await Rig().prepare()
+    writer, fanout, mailbox = rig.roles()
+    for store, names in (
+        (rig.commits, ("reserve", "mark_committed", "store_positions")),
+        (rig.outbox, ("append",)),
+        (rig.dispatch, ("append",)),
+        (rig.mailboxes, ("materialise",)),
+    ):
+        for name in names:
+            _fail_every_third(store, name, error, applied=applied)
+    async with rig.running(writer, fanout, mailbox):
+        for number in range(COUNT):
+            rig.send(writer, number)
+            await happens(lambda number=number: _settled(rig, number), what="an acknowledgement")
+            if number not in _acknowledged(rig):
+                await _insist(rig, writer, number)
+        rig.clock.advance(milliseconds=3_000)
+        while rig.commit_state.pending:
+            rig.clock.advance(milliseconds=1_000)
+            await writer.recover_once()
+
+        def delivered() -> bool:
+            rig.clock.advance(milliseconds=10)
+            return (
+                all(
+                    role.positions[slot] + 1 >= rig.dispatch._inner.partition(slot).high
+                    for role in (mailbox,)
+                    for slot in role.positions
+                )
+                and fanout.positions[0] + 1 >= rig.outbox._inner.partition(0).high
+            )
+
+        await happens(delivered, what="everything is delivered", timeout_seconds=30)
+    await _check(rig, rig.alice.acks)
+
+
+def _fail_every_third(store: object, name: str, error: StoreError, *, applied: bool) -> None:
+    count = [0]
+
+    def rule(*_args: object) -> StoreError | None:
+        count[0] += 1
+        return error if count[0] % 3 == 0 else None
+
+    rules = getattr(store, "after" if applied else "before")
+    rules[name] = rule
+
+
+def _acknowledged(rig: Rig) -> set[int]:
+    return {int.from_bytes(ack.client_message_id, "big") for ack in rig.alice.acks}
+
+
+def _settled(rig: Rig, number: int) -> bool:
+    return len(rig.alice.answers) > 0 and (number in _acknowledged(rig) or bool(rig.alice.errors))
+
+
+async def _insist(rig: Rig, writer: object, number: int) -> None:
+    while number not in _acknowledged(rig):
+        count = len(rig.alice.answers)
+        rig.clock.advance(milliseconds=100)
+        rig.send(writer, number)  # type: ignore[arg-type]  # the writer of the rig
+        await happens(lambda count=count: len(rig.alice.answers) > count, what="an answer")
