@@ -106,6 +106,8 @@ class Roles:
             pusher=router,
             **common,
         )
+        # A pair's lower number dials; the highest worker is only dialled.
+        self._dials = worker < placement.workers - 1
         self.links = self._make_links(worker, placement, boot, outbound, router)
         router.bind(
             gateway=self.gateway,
@@ -153,7 +155,8 @@ class Roles:
             self._begin("retention", trimmer.run())
         if self.links is not None:
             await self.links.listen()
-            self._begin("links", self.links.run())
+            if self._dials:
+                self._begin("links", self.links.run())
         self._begin("gateway", self.gateway.run())
         await self.gateway.listen(
             listener,
