@@ -18,8 +18,8 @@ for s = 1, #KEYS - consumers do
     end
     bound = math.min(bound, position)
   end
-  redis.call('XLEN', KEYS[consumers + s])  -- a wrong type must fail before a write
-  bounds[s] = bound
+  local newest = redis.call('XREVRANGE', KEYS[consumers + s], '+', '-', 'COUNT', 1)[1]
+  bounds[s] = newest and math.min(bound, tonumber(newest[1]:match('^%d+')) - 1) or 0  -- never the last entry
 end
 for s, bound in ipairs(bounds) do
   dropped[s] = 0

@@ -213,7 +213,7 @@ class RedisLogReader:
                 self._stale.add(cursor.partition)
 
     def _keys_and_ids(self, asked: Asked) -> Iterable[bytes]:
-        """An entry's id is the offset behind its last record, so the one behind an offset is the one with it."""
+        """An entry's id is the offset behind its last record: the first id above an offset holds it."""
         yield from (self._log.keys[cursor.partition] for cursor, _, _ in asked)
         yield from (b"%d-0" % offset for _, _, offset in asked)
 

@@ -205,10 +205,11 @@ class MemoryMailboxStore(MemoryOwnership):
     def holds_entry(
         self, tenant: TenantId, user: UserId, slot: SlotId, entry: bytes, reserved_at: Millis
     ) -> asyncio.Future[bool]:
+        oldest = min(reserved_at // DAY_MS - 1, self._today())
         holds = any(
             entry in box
             for name, box in self.state.boxes.items()
-            if name[:3] == (slot, tenant, user) and name.expires_at > self._clock.now_ms()
+            if name[:3] == (slot, tenant, user) and name.day >= oldest and name.expires_at > self._clock.now_ms()
         )
         return done(holds)
 

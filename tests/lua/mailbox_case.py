@@ -56,10 +56,9 @@ def write_of(
     """A record whose dispatch id and entry follow from its number, unless they are given."""
     now = SystemClock().now_ms()
     dispatch = DispatchId((name or b"%d-%d" % (slot, seq)).ljust(16, b"."))
-    return MailboxWrite(
-        slot, MailboxSeq(seq), dispatch, digest, Millis(now if reserved_at is None else reserved_at), TENANT, users,
-        entry or b"entry %d of %d" % (seq, slot), ephemeral,
-    )  # fmt: skip
+    at = Millis(now if reserved_at is None else reserved_at)
+    body = entry or b"entry %d of %d" % (seq, slot)
+    return MailboxWrite(slot, MailboxSeq(seq), dispatch, digest, at, TENANT, users, body, ephemeral)
 
 
 def query_of(user: UserId = ANN, *, after: int = 0, slot: SlotId = SLOT, **limits: int) -> MailboxPageQuery:
@@ -77,8 +76,8 @@ def ephemeral_entry(*, reserved_at: int, seq: int = 1) -> bytes:
     """A real Entry: a reader looks into ephemeral ones."""
     none = b"\0" * 16
     record = MessageRecord(
-        1, TENANT, ConversationId(none), 1, none * 2, MessageId(none), ANN, DeviceId(none), ClientMessageId(none),
-        1, "", b"gone tomorrow", 1, Millis(reserved_at), 0,
+        1, TENANT, ConversationId(none), 1, none * 2, MessageId(none), ANN, DeviceId(none),
+        ClientMessageId(none), 1, "", b"gone tomorrow", 1, Millis(reserved_at), 0,
     )  # fmt: skip
     return build_entry(Seq(seq), encode_record(record))
 
