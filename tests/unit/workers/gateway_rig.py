@@ -8,18 +8,32 @@ import contextlib
 import functools
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Self
 
 import trustme
+import uvloop
 
 from qim.clock import ManualClock
 from qim.domain.gateway import Destination, GatewayLimits
-from qim.ids import DeviceId, MailboxSeq, Millis, SessionId, TenantId, UserId, WorkerId
+from qim.ids import (
+    ClientMessageId,
+    ConversationId,
+    DeviceId,
+    MailboxSeq,
+    MessageId,
+    Millis,
+    Seq,
+    SessionId,
+    TenantId,
+    UserId,
+    WorkerId,
+)
 from qim.metrics import Metrics
+from qim.records import Kind, MessageRecord, build_entry, encode_record
 from qim.tokens import TokenVerifier, generate_key_pair, mint_token
 from qim.wire.bodies import Auth, AuthAck, SendMessage, Target, build_message, decode_body
-from qim.wire.frames import Frame, FrameSplitter
+from qim.wire.frames import Frame, FrameSplitter, build_frame
 from qim.wire.layout import ALPN, Op
 from qim.wire.link import Announce
 from workers.gateway import Gateway
@@ -233,3 +247,29 @@ class GatewayRig:
         """Moves the clock and sweeps, as the timer would."""
         self.clock.advance(milliseconds=milliseconds)
         self.gateway.sweep()
+
+
+CONVERSATION = ConversationId(b"v" * 16)
+
+
+def send_frame(request_id: int, text: bytes = b"hello", **changes: Any) -> bytes:
+    return build_frame(Op.SEND_MESSAGE, request_id, send_body(text, **changes))
+
+
+def entry(seq: int = 1, body: bytes = b"hello") -> bytes:
+    record = MessageRecord(
+        version=1, tenant=TENANT, conversation_id=CONVERSATION, kind=Kind.DIRECT, parties=ALICE + BOB,
+        message_id=MessageId(b"m" * 16), sender=ALICE, sender_device=PHONE,
+        client_message_id=ClientMessageId(b"c" * 16), message_type=1, custom_type="", body=body,
+        retention_class=0, reserved_at=Millis(1), membership_version=0,
+    )  # fmt: skip
+    return build_entry(Seq(seq), encode_record(record))
+
+
+Scenario = Callable[[], Coroutine[Any, Any, None]]
+
+
+def run_on_uvloop(scenario: Scenario) -> None:
+    """Workers run on uvloop, tests and the simulation on the stock loop; some things must hold on both."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
