@@ -276,7 +276,7 @@ def answered_range(page: HistoryBatch, messages: list[Message], *, before: Seq) 
 
 
 def check_content(body: str | bytes, message_type: int, custom_type: str) -> bytes:
-    """The bytes to send. Raises MessageRejected for what the server would refuse, before anything is stored."""
+    """The bytes to send. Raises MessageRejected for what the server would refuse; nothing is stored then."""
     try:
         raw = body.encode() if isinstance(body, str) else bytes(body)
         if message_type == MessageType.TEXT and not isinstance(body, str):

@@ -17,9 +17,17 @@ from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from qim.client.account import Account, Endpoint, Secret
-from qim.client.errors import AuthError, Disconnected, SdkError, StoreDamaged, error_name, is_final
+from qim.client.errors import (
+    AuthError,
+    Disconnected,
+    SdkError,
+    StoreDamaged,
+    StoreUnavailable,
+    error_name,
+    is_final,
+)
 from qim.client.events import EventHub
-from qim.client.model import Connected, ConnectionLost, Reconnected
+from qim.client.model import Connected, ConnectionLost, Reconnected, StoreTrouble
 from qim.client.store import Store
 from qim.client.sync import Reconnect
 from qim.client.transport import ConnectionEnded, Transport
@@ -125,6 +133,10 @@ class Engine:
                 self._mark_first_attempt()
                 await self._serve(frames)
             except ConnectionEnded as end:
+                self.work.last_end = str(end)
+                if is_final(end.code):
+                    self._on_fatal(AuthError(str(end), code=end.code))
+                    return
                 lived = 0.0 if login_at is None else self._clock.monotonic() - login_at
                 delay = self._on_end(end, lived_seconds=lived)
             except (AuthError, StoreDamaged) as error:
@@ -207,6 +219,11 @@ class Engine:
         except ConnectionEnded as end:
             reason = str(end)
             raise
+        except StoreUnavailable as error:
+            # What could not be stored must come again: the next login reads from the stored cursor.
+            reason = str(error)
+            self.events.emit(StoreTrouble(reason))
+            raise ConnectionEnded(reason) from error
         finally:
             self._ready.clear()
             self.work.on_disconnected(reason)
@@ -224,9 +241,7 @@ class Engine:
             transport.abort("the server has been silent for too long")
 
     def _on_end(self, end: ConnectionEnded, *, lived_seconds: float) -> float:
-        """What to wait before the next attempt. Raises AuthError where there is none."""
-        if is_final(end.code):
-            raise AuthError(str(end), code=end.code)
+        """What to wait before the next attempt."""
         self._reconnect.on_end(lived_seconds=lived_seconds)
         delay = self._reconnect.delay_seconds(hint_ms=end.reconnect_after_ms, jitter=self._jitter.random())
         self.events.emit(ConnectionLost(str(end), end.code, delay))

@@ -20,6 +20,7 @@ file of the same device, therefore does not meet an ordinal that was used before
 """
 
 import secrets
+import shutil
 import sqlite3
 import struct
 from contextlib import closing, suppress
@@ -65,6 +66,7 @@ PENDING_COLUMNS: Final = (
     "ordinal, client_message_id, kind, target, message_type, custom_type, body, retention_class,"
     " first_sent_at, state, failure, failure_code"
 )
+PAGE_BYTES: Final = 4_096
 _HEADER = struct.Struct(">16s H 10x I")
 _MAGIC = b"SQLite format 3\x00"
 
@@ -119,6 +121,7 @@ def _open_current(path: Path, rebuilt: Rebuilt | None) -> sqlite3.Connection:
     )
     try:
         path.chmod(0o600)
+        connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode=WAL")
         # A queued message must survive the machine, not only the process: FULL syncs the log at each commit.
         connection.execute("PRAGMA synchronous=FULL")
@@ -146,7 +149,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("COMMIT")
     if version > len(STEPS):
         raise StoreUnavailable(
-            f"local store {path} was written by a newer version (schema {version}, this one knows {len(STEPS)})"
+            f"local store {path} was written by a newer version (schema {version}; known: {len(STEPS)})"
         )
 
 
@@ -166,7 +169,7 @@ def _fill_meta(connection: sqlite3.Connection, rebuilt: Rebuilt | None) -> None:
     if rebuilt:
         marks = ",".join("?" * len(PENDING_COLUMNS.split(",")))
         connection.executemany(
-            f"INSERT OR IGNORE INTO pending ({PENDING_COLUMNS}) VALUES ({marks})",  # noqa: S608
+            f"INSERT OR IGNORE INTO pending ({PENDING_COLUMNS}) VALUES ({marks})",  # noqa: S608 - constants
             rebuilt.rows,
         )
 
@@ -233,14 +236,36 @@ def _passes_check(path: Path) -> bool:
 
 
 def _salvage(path: Path, aside: Path) -> Rebuilt:
+    rebuilt = _read_unsent(path, aside)
+    if rebuilt.complete or rebuilt.rows:
+        return rebuilt
+    # Nothing could be read. The first page of every file of this schema says the same, so with a fresh one in
+    # front a file whose header was overwritten often reads on. Tried on a copy; the damaged file stays.
+    patched = aside.with_name(aside.name + ".patched")
+    fresh = aside.with_name(aside.name + ".fresh")
+    try:
+        _open_current(fresh, None).close()
+        shutil.copyfile(path, patched)
+        with fresh.open("rb") as first, patched.open("r+b") as file:
+            file.write(first.read(PAGE_BYTES))
+        return _read_unsent(patched, aside)
+    finally:
+        for file_made in (patched, fresh):
+            for suffix in ("", "-wal", "-shm"):
+                file_made.with_name(file_made.name + suffix).unlink(missing_ok=True)
+
+
+def _read_unsent(path: Path, aside: Path) -> Rebuilt:
     rows: dict[int, tuple[Any, ...]] = {}
     complete = True
     device_id: DeviceId | None = None
     with closing(sqlite3.connect(path)) as connection:
+        # With this, SQLite also reads a file that is shorter than its header says; nothing is written.
+        connection.execute("PRAGMA writable_schema=ON")
         for direction in ("ASC", "DESC"):
             try:
                 for row in connection.execute(
-                    f"SELECT {PENDING_COLUMNS} FROM pending ORDER BY ordinal {direction}"  # noqa: S608
+                    f"SELECT {PENDING_COLUMNS} FROM pending ORDER BY ordinal {direction}"  # noqa: S608 - constants
                 ):
                     rows[row[0]] = row
             except sqlite3.Error:

@@ -92,7 +92,7 @@ class StoreSteps:
         if bound_device is not None:
             self._set_meta("device_id", bound_device)
         rows = self._connection.execute(
-            f"SELECT {schema.PENDING_COLUMNS} FROM pending WHERE state = ? ORDER BY ordinal",  # noqa: S608
+            f"SELECT {schema.PENDING_COLUMNS} FROM pending WHERE state = ? ORDER BY ordinal",  # noqa: S608 - constants
             (MessageState.QUEUED,),
         )
         return Loaded(
@@ -110,7 +110,7 @@ class StoreSteps:
         self._set_meta("ordinal", schema.first_ordinal())
         if not is_device_bound:
             self._set_meta("device_id", schema.new_device_id())
-        return DeviceId(bytes(self._meta("device_id")))
+        return self._device_id()
 
     # --- outgoing
 
@@ -213,7 +213,7 @@ class StoreSteps:
     def messages(self, target: Target, before: Seq, limit: int) -> list[Message]:
         """Oldest first. Without `before`, the unacknowledged messages stand at the end."""
         rows = self._connection.execute(
-            f"SELECT {_MESSAGE_COLUMNS} FROM message m JOIN conversation c USING (conversation_id)"  # noqa: S608
+            f"SELECT {_MESSAGE_COLUMNS} FROM message m JOIN conversation c USING (conversation_id)"  # noqa: S608 - constants
             " WHERE c.kind = ? AND c.target = ? AND (? = 0 OR m.conversation_seq < ?)"
             " ORDER BY m.conversation_seq DESC LIMIT ?",
             (target.kind, target.id, before, before, limit),
@@ -234,7 +234,7 @@ class StoreSteps:
 
     def find_own(self, client_message_id: ClientMessageId) -> Message | None:
         row = self._connection.execute(
-            f"SELECT {_MESSAGE_COLUMNS}, c.kind, c.target FROM message m"  # noqa: S608
+            f"SELECT {_MESSAGE_COLUMNS}, c.kind, c.target FROM message m"  # noqa: S608 - constants
             " JOIN conversation c USING (conversation_id) WHERE m.own = 1 AND m.client_message_id = ?",
             (client_message_id,),
         ).fetchone()
@@ -244,7 +244,7 @@ class StoreSteps:
 
     def _apply_ack(self, ack: SendAck, applied: Applied) -> None:
         row = self._connection.execute(
-            f"SELECT {schema.PENDING_COLUMNS} FROM pending WHERE client_message_id = ?",  # noqa: S608
+            f"SELECT {schema.PENDING_COLUMNS} FROM pending WHERE client_message_id = ?",  # noqa: S608 - constants
             (ack.client_message_id,),
         ).fetchone()
         if row is None:
@@ -252,13 +252,13 @@ class StoreSteps:
         pending = _pending(row)
         message = Message(
             target=pending.target, conversation_id=ack.conversation_id, conversation_seq=ack.conversation_seq,
-            message_id=ack.message_id, sender=self._me, sender_device=DeviceId(bytes(self._meta("device_id"))),
+            message_id=ack.message_id, sender=self._me, sender_device=self._device_id(),
             client_message_id=ack.client_message_id, message_type=pending.message_type,
             custom_type=pending.custom_type, body=pending.body, retention_class=pending.retention_class,
             reserved_at=ack.reserved_at,
         )  # fmt: skip
-        self._store([message], applied)
         self._release(message, applied, is_duplicate=ack.duplicate)
+        self._store([message], applied)
 
     def _store(self, messages: Iterable[Message], applied: Applied) -> None:
         for message in messages:
@@ -267,8 +267,8 @@ class StoreSteps:
                 "INSERT OR IGNORE INTO message VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
                 (
                     message.conversation_id, message.conversation_seq, message.message_id, message.sender,
-                    message.sender_device, message.client_message_id, message.message_type, message.custom_type,
-                    message.body, message.retention_class, message.reserved_at, is_own,
+                    message.sender_device, message.client_message_id, message.message_type,
+                    message.custom_type, message.body, message.retention_class, message.reserved_at, is_own,
                 ),
             )  # fmt: skip
             if done.rowcount == 1:
@@ -339,7 +339,7 @@ class StoreSteps:
 
     def _conversation(self, conversation_id: ConversationId) -> Conversation | None:
         row = self._connection.execute(
-            f"SELECT c.kind, c.target, c.head_seq, c.read_seq, c.last_activity, {_MESSAGE_COLUMNS}"  # noqa: S608
+            f"SELECT c.kind, c.target, c.head_seq, c.read_seq, c.last_activity, {_MESSAGE_COLUMNS}"  # noqa: S608 - constants
             " FROM conversation c LEFT JOIN message m"
             " ON m.conversation_id = c.conversation_id AND m.conversation_seq = c.head_seq"
             " WHERE c.conversation_id = ?",
@@ -361,7 +361,7 @@ class StoreSteps:
 
     def _pending_rows(self, condition: str, arguments: tuple[Any, ...]) -> list[Message]:
         rows = self._connection.execute(
-            f"SELECT {schema.PENDING_COLUMNS} FROM pending WHERE {condition} ORDER BY ordinal",  # noqa: S608
+            f"SELECT {schema.PENDING_COLUMNS} FROM pending WHERE {condition} ORDER BY ordinal",  # noqa: S608 - constants
             arguments,
         )
         return [self._pending_message(row) for row in rows]
@@ -370,11 +370,14 @@ class StoreSteps:
         pending = _pending(row)
         return Message(
             target=pending.target, conversation_id=ConversationId(_NONE), conversation_seq=Seq(0),
-            message_id=MessageId(_NONE), sender=self._me, sender_device=DeviceId(bytes(self._meta("device_id"))),
+            message_id=MessageId(_NONE), sender=self._me, sender_device=self._device_id(),
             client_message_id=pending.client_message_id, message_type=pending.message_type,
             custom_type=pending.custom_type, body=pending.body, retention_class=pending.retention_class,
             reserved_at=Millis(0), state=MessageState(row[9]), failure=row[10], failure_code=row[11],
         )  # fmt: skip
+
+    def _device_id(self) -> DeviceId:
+        return DeviceId(bytes(self._meta("device_id")))
 
     def _meta(self, key: str) -> Any:  # noqa: ANN401 - a number or an id, by key
         return self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0]
@@ -386,7 +389,8 @@ class StoreSteps:
 def _message(row: Sequence[Any], target: Target) -> Message:
     return Message(
         target=target, conversation_id=ConversationId(bytes(row[0])), conversation_seq=Seq(row[1]),
-        message_id=MessageId(bytes(row[2])), sender=UserId(bytes(row[3])), sender_device=DeviceId(bytes(row[4])),
+        message_id=MessageId(bytes(row[2])), sender=UserId(bytes(row[3])),
+        sender_device=DeviceId(bytes(row[4])),
         client_message_id=ClientMessageId(bytes(row[5])), message_type=row[6], custom_type=row[7],
         body=bytes(row[8]), retention_class=row[9], reserved_at=Millis(row[10]),
     )  # fmt: skip

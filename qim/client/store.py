@@ -257,7 +257,7 @@ class Store:
         self._begin(connection)
         first = StoreSteps(connection, self._me).reserve_ordinals(block)
         connection.execute("COMMIT")
-        # Only a committed block is used; a new one replaces the rest of the old, so a counter never goes back.
+        # Only a committed block is used; a new one replaces the rest of the old.
         self._ordinals = deque(range(first, first + block))
 
     def _begin(self, connection: sqlite3.Connection) -> None:

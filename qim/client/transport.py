@@ -88,7 +88,8 @@ class Transport(asyncio.Protocol):
             async with asyncio.timeout(CONNECT_SECONDS_MAX):
                 _, transport = await loop.create_connection(
                     lambda: cls(clock=clock, wake=wake), endpoint.host, endpoint.port,
-                    ssl=tls, server_hostname=server_name or endpoint.host, ssl_handshake_timeout=TLS_SECONDS_MAX,
+                    ssl=tls, server_hostname=server_name or endpoint.host,
+                    ssl_handshake_timeout=TLS_SECONDS_MAX,
                 )  # fmt: skip
         except TimeoutError as error:
             raise ConnectionEnded(f"{endpoint.canonical()} did not answer in time") from error

@@ -15,6 +15,7 @@ acknowledgement. Full: above `PENDING_MAX` outgoing rows a send is refused befor
 import asyncio
 import random
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any, Final
 
 from msgspec import Struct
@@ -26,8 +27,6 @@ from qim.client.errors import (
     MessageRejected,
     RateLimited,
     SdkError,
-    StoreDamaged,
-    StoreError,
     StoreUnavailable,
     Timeout,
     build_failure,
@@ -42,7 +41,6 @@ from qim.client.model import (
     MessageFailed,
     MessagesAdded,
     MessageState,
-    StoreTrouble,
     Target,
 )
 from qim.client.outgoing import ANSWER_SECONDS_MAX, Outgoing, PendingRow
@@ -54,8 +52,20 @@ from qim.client.transport import PING_SECONDS, ConnectionEnded, Transport
 from qim.clock import Clock
 from qim.errors import ClientError, Conflict, DeadlineExceeded, Unauthenticated
 from qim.ids import ClientMessageId, ConversationId, DeviceId, MailboxSeq, Millis, Seq
-from qim.limits import PAGE_ENTRIES_MAX
-from qim.wire.bodies import AuthAck, Error, Ping, Pong, PullMailbox, SendAck, SendMessage, build_message
+from qim.limits import PAGE_ENTRIES_MAX, UNANSWERED_REQUESTS_MAX
+from qim.records import Entry
+from qim.wire.bodies import (
+    AuthAck,
+    Error,
+    HistoryBatch,
+    Ping,
+    Pong,
+    PullMailbox,
+    SendAck,
+    SendMessage,
+    build_message,
+)
+from qim.wire.connection import State
 from qim.wire.frames import Frame
 from qim.wire.layout import Op
 
@@ -63,6 +73,8 @@ PENDING_MAX: Final = 4_096
 RECENT_MAX: Final = 8_192
 """Stored messages whose second arrival (push, then page) is dropped without asking the store."""
 PULL_RETRY_SECONDS: Final = 1.0
+ASKED_MAX: Final = UNANSWERED_REQUESTS_MAX // 2
+"""Open requests above which the application waits; the other half is for messages, pulls and pings."""
 UNKNOWN_TEXT: Final = "sent long ago without an answer, and history cannot tell whether it arrived"
 
 Coordinates = tuple[ConversationId, Seq]
@@ -153,11 +165,15 @@ class Work:
         row = await self._store.queue_message(
             target=target, message_type=message_type, custom_type=custom_type, body=body,
             retention_class=retention_class, device_id=self.device_id,
-            first_sent_at=self._server_now() if self.transport else Millis(0),
+            first_sent_at=self._server_now() if self._may_leave_at_once else Millis(0),
         )  # fmt: skip
         self._outgoing.add(row)
         self._wake.set()
         return row
+
+    @property
+    def _may_leave_at_once(self) -> bool:
+        return self.transport is not None and self._chain.is_drained
 
     def acknowledgement(self, client_message_id: ClientMessageId) -> "asyncio.Future[Ack]":
         """Done by the acknowledgement or by the final error."""
@@ -170,7 +186,9 @@ class Work:
         transport = self.transport
         if transport is None or transport.failure is not None:
             raise Disconnected(self.last_end)
-        if not transport.connection.may_request:
+        if transport.connection.state is not State.READY:
+            raise Disconnected(self.last_end)
+        if transport.connection.open_requests >= ASKED_MAX:
             raise RateLimited(1.0)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         request_id = transport.request(op, body)
@@ -182,6 +200,7 @@ class Work:
             raise Timeout("no answer in time; the outcome is unknown") from error
         finally:
             self._open.pop(request_id, None)
+            transport.connection.forget(request_id)
 
     def tell(self, applied: Applied) -> None:
         """After a commit: memory first, then waiters, then events, conversations before messages."""
@@ -199,7 +218,7 @@ class Work:
     # --- in
 
     async def receive(self, frames: list[Frame]) -> None:
-        """One pass. Raises ConnectionEnded when the connection must end, StoreDamaged when all must."""
+        """One pass. Raises ConnectionEnded, or StoreError when something could not be stored."""
         now = self._clock.monotonic()
         got = Pass()
         try:
@@ -229,18 +248,14 @@ class Work:
         got.incoming.messages = [
             m for m in got.incoming.messages if not self._is_recent(m.conversation_id, m.conversation_seq)
         ]
-        try:
-            if got.incoming.messages or got.incoming.acks or got.incoming.echoes or got.page is not None:
-                applied = await self._store.apply(got.incoming)
-                self.tell(applied)
-                self._after_commit(got, applied, now=now)
-            if got.read_marks:
-                self._events.emit(ConversationsUpdated(tuple(await self._store.set_read(got.read_marks))))
-        except StoreDamaged:
-            raise
-        except StoreError as error:
-            self._events.emit(StoreTrouble(str(error)))
-            raise ConnectionEnded(str(error)) from error
+        if got.incoming.messages or got.incoming.acks or got.incoming.echoes or got.page is not None:
+            applied = await self._store.apply(got.incoming)
+            self.tell(applied)
+            self._after_commit(got, applied, now=now)
+        if got.read_marks:
+            changed = await self._store.set_read(got.read_marks)
+            if changed:
+                self._events.emit(ConversationsUpdated(tuple(changed)))
 
     def _after_commit(self, got: Pass, applied: Applied, *, now: float) -> None:
         for request_id, ack in zip(got.acks, got.incoming.acks, strict=True):
@@ -363,11 +378,8 @@ class Work:
         )
         first_time = [row for row in sends if row.first_sent_at == server_now]
         if first_time:
-            try:
-                # The time of the first frame is durable before that frame: the age rule depends on it.
-                await self._store.mark_sent(first_time)
-            except StoreUnavailable as error:
-                raise ConnectionEnded(str(error)) from error
+            # The time of the first frame is durable before that frame: the age rule depends on it.
+            await self._store.mark_sent(first_time)
         for row in sends:
             body = SendMessage(
                 recovery.wire_target(row.target), row.client_message_id, row.message_type, row.custom_type,
@@ -401,12 +413,12 @@ class Work:
 
     # --- what takes several requests
 
-    def _help(self, work: Any) -> None:  # noqa: ANN401 - a coroutine of this class
+    def _help(self, work: Coroutine[Any, Any, None]) -> None:
         helper: asyncio.Task[None] = asyncio.create_task(self._guarded(work))
         self._helpers.add(helper)
         helper.add_done_callback(self._helpers.discard)
 
-    async def _guarded(self, work: Any) -> None:  # noqa: ANN401 - a coroutine of this class
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         transport = self.transport
         try:
             await work
@@ -442,7 +454,7 @@ class Work:
                 failure = MessageRejected(UNKNOWN_TEXT, code=DeadlineExceeded.code)
                 await self._fail(row.client_message_id, MessageState.UNKNOWN, failure)
 
-    async def _acknowledge_found(self, row: PendingRow, page: Any, entry: Any) -> None:  # noqa: ANN401
+    async def _acknowledge_found(self, row: PendingRow, page: HistoryBatch, entry: Entry) -> None:
         record = entry.record
         ack = SendAck(
             row.client_message_id, page.conversation_id, entry.conversation_seq, record.message_id,

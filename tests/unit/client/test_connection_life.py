@@ -1,0 +1,153 @@
+"""Silence, pings and broken answers: the clock of the client is moved by hand, the socket is real."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qim.client import AuthError, ConnectionLost, Disconnected, RateLimited, Reconnected, Timeout
+from qim.client.errors import MessageRejected, SdkError, build_failure, is_final
+from qim.client.sync import HELD_SECONDS
+from qim.clock import ManualClock
+from qim.errors import CLIENT_ERRORS, Unavailable, should_reconnect
+from qim.limits import CONNECTION_SILENCE_MS_MAX, PING_INTERVAL_MS
+from qim.wire.frames import build_frame
+from qim.wire.layout import Op
+from tests.unit.client.conftest import Enter
+from tests.unit.client.fake_server import PEER, FakeServer
+from tests.waiting import happens
+
+
+def advance(client: Any, clock: ManualClock, *, milliseconds: int) -> None:
+    clock.advance(milliseconds=milliseconds)
+    client._running._wake.set()
+
+
+async def test_a_ping_goes_out_every_25_seconds_and_its_answer_finds_a_lost_push(
+    server: FakeServer, enter: Enter
+) -> None:
+    clock = ManualClock()
+    client, reader = await enter(clock=clock)
+    await happens(lambda: len(server.received(Op.PULL_MAILBOX)) == 1, what="the first pull")
+    server.deliver("quiet", push=False)
+    advance(client, clock, milliseconds=PING_INTERVAL_MS - 1)
+    advance(client, clock, milliseconds=1)
+    await happens(lambda: server.received(Op.PING), what="the ping")
+    await happens(lambda: reader.texts() == ["quiet"], what="the message that no push brought")
+
+
+async def test_a_silent_connection_is_dead_after_33_seconds(server: FakeServer, enter: Enter) -> None:
+    clock = ManualClock()
+    client, reader = await enter(clock=clock)
+    await happens(lambda: len(server.received(Op.PULL_MAILBOX)) == 1, what="the first pull")
+    server.silent_ops |= {Op.PING, Op.PULL_MAILBOX}
+    advance(client, clock, milliseconds=CONNECTION_SILENCE_MS_MAX)
+    [lost] = await happens(lambda: reader.of(ConnectionLost), what="the end")
+    assert "silent" in lost.reason
+    await happens(lambda: reader.of(Reconnected), what="the second login")
+
+
+async def test_few_held_pushes_are_covered_after_ten_seconds(server: FakeServer, enter: Enter) -> None:
+    server.deliver("anchor", push=False)
+    clock = ManualClock()
+    client, reader = await enter(clock=clock)
+    await happens(reader.texts, what="the page")
+    server.deliver("one")
+    await client.send(PEER, "two")
+    await happens(lambda: len(reader.texts()) == 3, what="the push and the own message")
+    await happens(lambda: client._running.work._chain._count == 2, what="the echo in the chain")
+    advance(client, clock, milliseconds=int(HELD_SECONDS * 1000))
+    await happens(lambda: server.received(Op.PULL_MAILBOX)[-1].held_count == 2, what="the pull")
+
+
+async def test_an_unanswered_pull_ends_the_connection(server: FakeServer, enter: Enter) -> None:
+    clock = ManualClock()
+    server.silent_ops.add(Op.PULL_MAILBOX)
+    client, reader = await enter(clock=clock)
+    await happens(lambda: server.received(Op.PULL_MAILBOX), what="the pull")
+    advance(client, clock, milliseconds=12_000)
+    [lost] = await happens(lambda: reader.of(ConnectionLost), what="the end")
+    assert "pull" in lost.reason
+
+
+async def test_a_refused_pull_is_repeated(server: FakeServer, enter: Enter) -> None:
+    clock = ManualClock()
+    server.refusals[Op.PULL_MAILBOX].append(Unavailable())
+    server.deliver("waiting", push=False)
+    client, reader = await enter(clock=clock)
+    await happens(lambda: not server.refusals[Op.PULL_MAILBOX] or None, what="the refusal")
+    await happens(lambda: client._running.work._pull_not_before > 0, what="the refusal is understood")
+    advance(client, clock, milliseconds=1_000)
+    await happens(lambda: reader.texts() == ["waiting"], what="the page")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        build_frame(Op.PUSH_EVENTS, 0, b"\xc1"),
+        build_frame(Op.PUSH_EVENTS, 0, b"\x91\x91\x93\x01\x02\x92\x01\xc4\x40" + bytes(64)),
+        b"\x09" * 12,
+    ],
+    ids=["no-msgpack", "no-entry", "no-frame"],
+)
+async def test_what_is_not_the_protocol_ends_the_client_and_loses_nothing(
+    server: FakeServer, enter: Enter, frame: bytes
+) -> None:
+    client, reader = await enter()
+    await happens(lambda: len(server.received(Op.PULL_MAILBOX)) == 1, what="the first pull")
+    server._broadcast(frame)
+    await happens(lambda: reader.failure, what="the end")
+    assert isinstance(reader.failure, AuthError)
+    assert 4000 <= reader.failure.code < 5000
+    assert await client.messages(PEER) == []
+
+
+async def test_an_unknown_push_is_ignored(server: FakeServer, enter: Enter) -> None:
+    client, _ = await enter()
+    server._broadcast(build_frame(0x0FFF, 0, b"\x90"))
+    await client.send(PEER, "still here")
+    assert server.logins == 1
+
+
+async def test_a_login_as_another_user_is_refused(
+    server: FakeServer, enter: Enter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.client.fake_server.ME", b"z" * 16)
+    with pytest.raises(AuthError, match="another user"):
+        await enter()
+
+
+async def test_a_request_without_a_connection_says_why(server: FakeServer, enter: Enter, ca: Path) -> None:
+    client, reader = await enter()
+    await server.stop()
+    await happens(lambda: reader.of(ConnectionLost), what="the end")
+    with pytest.raises(Disconnected):
+        await client.mark_read(PEER, 1)
+    await server.start(server.port)
+
+
+async def test_open_requests_fail_with_their_connection(server: FakeServer, enter: Enter) -> None:
+    client, _ = await enter()
+    server.silent_ops.add(Op.PULL_HISTORY)
+    asked = asyncio.create_task(client.history(PEER))
+    await happens(lambda: server.received(Op.PULL_HISTORY), what="the request")
+    server.cut()
+    with pytest.raises(Disconnected):
+        await asked
+
+
+@pytest.mark.parametrize("code", [*sorted(CLIENT_ERRORS), 1999, 2999, 3999, 4999])
+def test_the_range_of_a_code_decides_what_it_becomes(code: int) -> None:
+    failure = build_failure(code, "text", 250)
+    assert is_final(code) is not should_reconnect(code)
+    expected: type[SdkError]
+    if code == 1001 or code >= 4000:
+        expected = AuthError
+    elif code < 2000:
+        expected = MessageRejected
+    elif code == 2002:
+        expected = RateLimited
+    else:
+        expected = Timeout if code < 3000 else Disconnected
+    assert type(failure) is expected
