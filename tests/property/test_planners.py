@@ -56,7 +56,7 @@ def test_the_same_record_gives_the_same_plan_byte_for_byte(send: dict[str, objec
     assert plan_dispatches(again) == plan
     users = {send["sender"], send["target"]}
     assert sorted(item.shard for item in plan) == [item.shard for item in plan]
-    delivered = []
+    delivered: list[UserId] = []
     for shard, data in plan:
         dispatch = read_dispatch(data, shard)
         assert dispatch.header.ephemeral == (send["retention_class"] == 1)

@@ -7,14 +7,14 @@ their answers back.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from qim.adapters.commitlog_memory import MemoryCommitLog
-from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
-
 from qim.adapters.commits_memory import CommitState, MemoryCommitStore
+from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
 from qim.clock import ManualClock
 from qim.domain.fanout import plan_dispatches
 from qim.domain.fanout import shard_of as shard_of_tenant
@@ -28,6 +28,7 @@ from qim.ids import (
     DeviceId,
     MailboxSeq,
     Millis,
+    Offset,
     Seq,
     SessionId,
     SlotId,
@@ -37,7 +38,7 @@ from qim.ids import (
 )
 from qim.limits import SLOTS
 from qim.metrics import Metrics
-from qim.ports import MailboxPageQuery, SlotClaim
+from qim.ports import MailboxPageQuery, SlotClaim, Watermarks
 from qim.records import build_outbox_record, decode_entry
 from qim.wire.bodies import Error, SendAck, SendMessage, Target, decode_body, encode_body
 from qim.wire.layout import HEADER, Op
@@ -229,10 +230,10 @@ class Rig:
         self.placement = Placement(1, 1, 1)
         self.commit_state = CommitState()
         self.mailbox_state = MailboxState()
-        self.commits = Faulty(MemoryCommitStore(self.clock, self.commit_state))
-        self.mailboxes = Faulty(MemoryMailboxStore(self.clock, self.mailbox_state))
-        self.outbox = Faulty(MemoryCommitLog(self.clock))
-        self.dispatch = Faulty(MemoryCommitLog(self.clock))
+        self.commits: Any = Faulty(MemoryCommitStore(self.clock, self.commit_state))
+        self.mailboxes: Any = Faulty(MemoryMailboxStore(self.clock, self.mailbox_state))
+        self.outbox: Any = Faulty(MemoryCommitLog(self.clock))
+        self.dispatch: Any = Faulty(MemoryCommitLog(self.clock))
         self.metrics = Metrics()
         self.pusher = RecordingPusher()
         self.presence = FixedPresence()
@@ -256,7 +257,13 @@ class Rig:
         await self.commits.claim(claim)
         await self.mailboxes.claim(claim)
 
-    def roles(self, *, failpoints: Mapping[str, Action] | None = None, lanes: int = 4) -> Roles:
+    def roles(
+        self,
+        *,
+        failpoints: Mapping[str, Action] | None = None,
+        lanes: int = 4,
+        slots: Sequence[SlotId] = ALL_SLOTS,
+    ) -> Roles:
         shared: dict[str, Any] = {
             "placement": self.placement,
             "clock": self.clock,
@@ -266,10 +273,10 @@ class Rig:
         }
         writer = Writer(worker=WorkerId(0), stores=[self.commits], outbox=self.outbox, lanes=lanes, **shared)
         fanout = Fanout(
-            slots=ALL_SLOTS, stores=[self.commits], outbox=self.outbox, dispatch=self.dispatch, **shared
+            slots=slots, stores=[self.commits], outbox=self.outbox, dispatch=self.dispatch, **shared
         )
         mailbox = Mailbox(
-            slots=ALL_SLOTS, stores=[self.mailboxes], dispatch=self.dispatch, presence=self.presence,
+            slots=slots, stores=[self.mailboxes], dispatch=self.dispatch, presence=self.presence,
             pusher=self.pusher, **shared,
         )  # fmt: skip
         return Roles(writer, fanout, mailbox)
@@ -312,14 +319,7 @@ class Rig:
         await happens(lambda: bool(fanout.positions and mailbox.positions), what="the roles have opened")
         for role, log in ((fanout, self.outbox), (mailbox, self.dispatch)):
             marks = await log.watermarks(ALL_SLOTS)
-            await happens(
-                lambda role=role, marks=marks: all(
-                    role.positions.get(slot, -1) + 1 >= marks[slot].high
-                    for slot in ALL_SLOTS
-                    if slot not in role.stopped
-                ),
-                what="every record is finished",
-            )
+            await happens(partial(_is_through, role, marks), what="every record is finished")
 
     async def mailbox_of(self, user: UserId) -> list[tuple[int, int]]:
         """(mailbox_seq, conversation_seq) of everything the user can pull."""
@@ -342,6 +342,16 @@ class Rig:
             if conversation == CONVERSATION:
                 return state.last, state.head
         return 0, 0
+
+
+def _is_through(role: Fanout | Mailbox, marks: Mapping[SlotId, Watermarks]) -> bool:
+    stopped: Container[SlotId] = role.stopped
+    positions = role.positions
+    return all(
+        positions.get(slot, Offset(-1)) + 1 >= mark.high
+        for slot, mark in marks.items()
+        if slot not in stopped
+    )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 from qim.domain.mailbox import read_dispatch
 from qim.domain.presence import Session
 from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
-from qim.ids import DeviceId, MailboxSeq, Offset, SessionId, SlotId, UserId, WorkerId
+from qim.ids import DeviceId, Epoch, MailboxSeq, Offset, SessionId, SlotId, UserId, WorkerId
 from qim.ports import MailboxWrite
 from qim.wire.bodies import MailboxBatch, PullMailbox, encode_body
 from qim.wire.layout import Op
@@ -326,7 +326,7 @@ async def test_a_stale_owner_moves_nothing_and_says_so(rig: Rig, mailbox: Mailbo
         await happens(lambda: bool(mailbox.positions), what="the start")
         for slot in (A, B):
             owner = rig.mailbox_state.owners[slot]
-            rig.mailbox_state.owners[slot] = owner._replace(epoch=owner.epoch + 1)
+            rig.mailbox_state.owners[slot] = owner._replace(epoch=Epoch(owner.epoch + 1))
         await _feed(rig, 1)
         await happens(lambda: set(rig.fatal) == {A, B}, what="the alarm")
         assert mailbox.watermarks[A] == 0

@@ -5,13 +5,17 @@ higher epochs, recover, and the client sends everything again. Whatever the step
 there once: same coordinates as acknowledged, sequences without a gap, one entry in each mailbox.
 """
 
+from functools import partial
+
 import pytest
 
 from qim.errors import StoreError, StoreRefused, StoreUnknown
+from qim.ids import SlotId
 from qim.wire.bodies import SendAck
 from tests.unit.workers.rig import ALICE, BOB, Client, Rig, build_dispatches
 from tests.waiting import happens
 from workers.failpoints import NAMES, Action
+from workers.writer import Writer
 
 COUNT = 60
 SECOND_GROUP = COUNT // 2
@@ -131,7 +135,7 @@ async def test_stores_that_fail_now_and_then_lose_and_double_nothing(
     async with rig.running(writer, fanout, mailbox):
         for number in range(COUNT):
             rig.send(writer, number)
-            await happens(lambda number=number: _settled(rig, number), what="an acknowledgement")
+            await happens(partial(_settled, rig, number), what="an acknowledgement")
             if number not in _acknowledged(rig):
                 await _insist(rig, writer, number)
         rig.clock.advance(milliseconds=3_000)
@@ -141,14 +145,9 @@ async def test_stores_that_fail_now_and_then_lose_and_double_nothing(
 
         def delivered() -> bool:
             rig.clock.advance(milliseconds=10)
-            return (
-                all(
-                    role.positions[slot] + 1 >= rig.dispatch._inner.partition(slot).high
-                    for role in (mailbox,)
-                    for slot in role.positions
-                )
-                and fanout.positions[0] + 1 >= rig.outbox._inner.partition(0).high
-            )
+            home, dispatch = rig.outbox._inner.partition(SlotId(0)), rig.dispatch._inner
+            through = all(at + 1 >= dispatch.partition(slot).high for slot, at in mailbox.positions.items())
+            return through and fanout.positions[SlotId(0)] + 1 >= home.high
 
         await happens(delivered, what="everything is delivered", timeout_seconds=30)
     await _check(rig, rig.alice.acks)
@@ -173,9 +172,13 @@ def _settled(rig: Rig, number: int) -> bool:
     return len(rig.alice.answers) > 0 and (number in _acknowledged(rig) or bool(rig.alice.errors))
 
 
-async def _insist(rig: Rig, writer: object, number: int) -> None:
+def _has_more(rig: Rig, count: int) -> bool:
+    return len(rig.alice.answers) > count
+
+
+async def _insist(rig: Rig, writer: Writer, number: int) -> None:
     while number not in _acknowledged(rig):
         count = len(rig.alice.answers)
         rig.clock.advance(milliseconds=100)
-        rig.send(writer, number)  # type: ignore[arg-type]  # the writer of the rig
-        await happens(lambda count=count: len(rig.alice.answers) > count, what="an answer")
+        rig.send(writer, number)
+        await happens(partial(_has_more, rig, count), what="an answer")
