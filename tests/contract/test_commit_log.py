@@ -311,7 +311,9 @@ async def test_an_unknown_append_answers_none_and_a_stopped_server_refuses(fresh
     await pipe.close()
 
 
-async def test_a_counter_that_contradicts_its_stream_breaks_its_partition_alone(store_server: StoreServer) -> None:
+async def test_a_counter_that_contradicts_its_stream_breaks_its_partition_alone(
+    store_server: StoreServer,
+) -> None:
     pipe = await _pipe(store_server)
     await pipe.command("FLUSHALL")
     log = RedisCommitLog(pipe, "outbox")

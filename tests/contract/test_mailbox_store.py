@@ -77,7 +77,9 @@ async def watermark(store: MailboxStore) -> int:
     return (await store.load_shards([SLOT]))[SLOT].watermark
 
 
-async def test_a_shard_without_state_is_absent_and_initialising_changes_no_existing_one(medium: Medium) -> None:
+async def test_a_shard_without_state_is_absent_and_initialising_changes_no_existing_one(
+    medium: Medium,
+) -> None:
     await put(medium.store, write_of(1))
     await medium.store.initialise_shards({SLOT: MailboxSeq(500)}, b"another identity")
     loaded = await medium.store.load_shards([SLOT, OTHER, 7])  # type: ignore[list-item]
@@ -191,7 +193,11 @@ async def test_pages_end_at_their_bounds_and_chain_by_covered_through(medium: Me
         await put(medium.store, *run)
     first = await page_of(medium.store, entries_max=10)
     assert first == MailboxPage(
-        tuple((MailboxSeq(n), entries[n - 1]) for n in range(1, 20, 2)), MailboxSeq(19), True, False, MailboxSeq(49)
+        tuple((MailboxSeq(n), entries[n - 1]) for n in range(1, 20, 2)),
+        MailboxSeq(19),
+        True,
+        False,
+        MailboxSeq(49),
     )
     second = await page_of(medium.store, after=19, bytes_max=1_250)
     assert ([seq for seq, _ in second.entries], second.more) == (list(range(21, 44, 2)), True)
@@ -237,7 +243,9 @@ async def test_a_cursor_above_w_is_told_to_rebuild(medium: Medium) -> None:
 
 
 @pytest.mark.shows("M9")
-async def test_ephemeral_entries_lie_in_order_between_the_others_and_end_with_their_day(medium: Medium) -> None:
+async def test_ephemeral_entries_lie_in_order_between_the_others_and_end_with_their_day(
+    medium: Medium,
+) -> None:
     now = SystemClock().now_ms()
     live = ephemeral_entry(reserved_at=now - DAY_MS + 60_000)
     over = ephemeral_entry(reserved_at=now - DAY_MS - 1)
