@@ -63,9 +63,10 @@ class Pulls:
         oldest = self._clock.monotonic() - REQUEST_DEADLINE_MS / 1000
         asked = []
         for request in batch:
+            if request.arrived < oldest:
+                reply_error(request, _TOO_LATE)
+                continue
             try:
-                if request.arrived < oldest:
-                    raise _TOO_LATE
                 asked.append((request, _plan(request)))
             except ClientError as error:
                 reply_error(request, error)

@@ -68,6 +68,7 @@ log = get_logger()
 _SEND: Final = int(Op.SEND_MESSAGE)
 _HISTORY: Final = int(Op.PULL_HISTORY)
 _MARK_READ: Final = int(Op.MARK_READ)
+# Answers that never change. They are sent, never raised: an exception raised again keeps its old traces.
 _FULL: Final = ResourceExhausted("too many messages are waiting", retry_after_ms=rules.RETRY_AFTER_MS)
 _DRAINING: Final = Unavailable("the server is going away", retry_after_ms=rules.RETRY_AFTER_MS)
 _TOO_LATE: Final = Unavailable("the request has waited too long", retry_after_ms=rules.RETRY_AFTER_MS)
@@ -159,13 +160,13 @@ class Writer:
         body = decode_body(request.opcode, request.body)
         target = getattr(body, "target", None)
         if target is None:
-            raise _UNSUPPORTED
+            raise Unsupported(_UNSUPPORTED.text)
         route = rules.route_target(
             tenant=request.tenant, user=request.user, kind=target.kind, target=target.id
         )
         instance = self._instances.get(self._placement.core_instance_of(slot_of_bucket(route.bucket)))
         if instance is None:
-            raise NOTHING_WRITTEN
+            raise Unavailable(NOTHING_WRITTEN.text, retry_after_ms=rules.RETRY_AFTER_MS)
         return instance
 
     async def run(self) -> None:
@@ -264,9 +265,10 @@ class _Instance:
         histories = []
         marks = []
         for request in batch:
+            if request.arrived < oldest:
+                reply_error(request, _TOO_LATE)
+                continue
             try:
-                if request.arrived < oldest:
-                    raise _TOO_LATE
                 if request.opcode == _SEND:
                     sends.append((request, _plan_send(request, now_ms)))
                 elif request.opcode == _HISTORY:
@@ -274,7 +276,7 @@ class _Instance:
                 elif request.opcode == _MARK_READ:
                     marks.append((request, _plan_mark(request)))
                 else:
-                    raise _UNSUPPORTED
+                    reply_error(request, _UNSUPPORTED)
             except ClientError as error:
                 reply_error(request, error)
         self._failpoints.hit("writer.taken")

@@ -18,7 +18,7 @@ import pytest
 from qim.domain.presence import Session
 from qim.ids import MailboxSeq, Offset, SlotId, WorkerId
 from qim.wire.layout import Op
-from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, DEVICE, SESSION, TENANT, Rig, build_send
+from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, DEVICE, SESSION, TENANT, Rig, build_send, shard_of
 from workers.request import Request
 
 pytestmark = pytest.mark.bench
@@ -159,10 +159,9 @@ async def test_cost_of_the_mailbox(size: int) -> None:
     first_rig = await _rig()
     await _filled_outbox(first_rig)
     fanout = first_rig.roles(slots=USED).fanout
+    home = first_rig.placement.home_partition(WorkerId(0))
     async with first_rig.running(fanout):
-        await _until(
-            lambda: fanout.positions.get(first_rig.placement.home_partition(WorkerId(0))) == MESSAGES - 1
-        )
+        await _until(lambda: fanout.positions.get(home) == MESSAGES - 1)
     shards = [slot for slot, mark in (await first_rig.dispatch.watermarks(ALL_SLOTS)).items() if mark.high]
     source = {
         slot: [record.data for record in await first_rig.dispatch.read(slot, Offset(0), records_max=MESSAGES)]

@@ -169,7 +169,7 @@ class Faulty:
 
         def once(*_args: Any) -> StoreError | None:
             left[0] -= 1
-            return error if left[0] >= 0 else None
+            return type(error)(*error.args) if left[0] >= 0 else None
 
         (self.after if applied else self.before)[name] = once
 

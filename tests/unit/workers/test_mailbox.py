@@ -137,7 +137,7 @@ def _only(slot: SlotId, error: StoreError) -> Callable[..., StoreError | None]:
     """Fails every call that names the slot."""
 
     def rule(_expected: object, writes: Sequence[MailboxWrite]) -> StoreError | None:
-        return error if any(write.slot == slot for write in writes) else None
+        return type(error)(*error.args) if any(write.slot == slot for write in writes) else None
 
     return rule
 

@@ -158,7 +158,7 @@ def _fail_every_third(store: object, name: str, error: StoreError, *, applied: b
 
     def rule(*_args: object) -> StoreError | None:
         count[0] += 1
-        return error if count[0] % 3 == 0 else None
+        return type(error)() if count[0] % 3 == 0 else None
 
     rules = getattr(store, "after" if applied else "before")
     rules[name] = rule
