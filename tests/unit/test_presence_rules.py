@@ -31,7 +31,6 @@ def test_two_devices_of_one_user_live_side_by_side() -> None:
     assert len(table.sessions_of(TENANT, ALICE)) == 2
 
 
-@pytest.mark.shows("O14")
 def test_a_later_log_in_of_a_device_replaces_the_earlier() -> None:
     table = PresenceTable()
     table.announce(session(1), repeated=False)
@@ -40,14 +39,12 @@ def test_a_later_log_in_of_a_device_replaces_the_earlier() -> None:
     assert len(table) == 1
 
 
-@pytest.mark.shows("O14")
 def test_a_log_in_counts_even_when_the_wall_clock_has_stepped_back() -> None:
     table = PresenceTable()
     table.announce(session(5), repeated=False)
     assert table.announce(session(2), repeated=False).displaced == session(5)
 
 
-@pytest.mark.shows("O14")
 def test_the_ping_of_a_replaced_session_does_not_throw_out_its_successor() -> None:
     table = PresenceTable()
     table.announce(session(2), repeated=False)
@@ -70,7 +67,7 @@ def test_a_repeated_announcement_changes_nothing() -> None:
     assert len(table) == 1
 
 
-@pytest.mark.shows("O13", "O14")
+@pytest.mark.shows("F-42")
 def test_the_late_end_of_an_old_session_does_not_remove_the_new_one() -> None:
     table = PresenceTable()
     table.announce(session(1), repeated=False)
