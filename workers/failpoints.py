@@ -7,7 +7,9 @@
     pause:ms   the whole process stands still, as a stopped one would
 
 `@n` strikes at the n-th hit only, otherwise at every one. Before it acts, a point writes its line to the file
-of `QIM_FAILPOINTS_LOG`: a fault test must be able to show that the fault happened.
+of `QIM_FAILPOINTS_LOG`: a fault test must be able to show that the fault happened. With such a file a point
+with `@n` strikes once in the life of the file: a worker that is forked again does not end at the same step
+for ever.
 
 A role hits a point once per batch. Without `test.failpoints` in the configuration the roles hold an object
 without active points, and a hit costs one look-up in an empty dictionary. The environment alone does nothing.
@@ -34,7 +36,7 @@ NAMES: Final = frozenset(
 )  # fmt: skip
 
 
-class FailpointStruck(Exception):  # noqa: N818 - it stands for a crash, and is no error of anybody
+class FailpointStruck(Exception):
     """A point with `raise` was reached. Not a QimError: nothing may handle it."""
 
 
@@ -66,9 +68,12 @@ class Failpoints:
         hits = self.hits[name] = self.hits.get(name, 0) + 1
         if action.at_hit not in {0, hits}:
             return
+        line = f"failpoint_hit {name}\n"
         if self._log_file is not None:
+            if action.at_hit and self._log_file.exists() and line in self._log_file.read_text():
+                return
             with self._log_file.open("a") as log:
-                log.write(f"failpoint_hit {name}\n")
+                log.write(line)
         match action.kind:
             case "exit":
                 os._exit(KILLED)
