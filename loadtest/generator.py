@@ -14,7 +14,7 @@ import ssl
 from array import array
 from collections import Counter
 from random import Random
-from typing import Final
+from typing import Final, cast
 
 from loadtest.ledger import Ledger, poisson_schedule
 from loadtest.server import Server
@@ -52,8 +52,8 @@ class _Socket(asyncio.BufferedProtocol):
         self._clock = clock
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # Not an isinstance check: the TLS transport of uvloop is no subclass.
+        self.transport = cast(asyncio.Transport, transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - the protocol's signature
         return self._buffer

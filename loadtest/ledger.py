@@ -10,6 +10,7 @@ answer. Latencies of the warm-up are not kept, its messages are counted all the 
 """
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from random import Random
 from typing import Final
@@ -60,6 +61,11 @@ class Ledger:
     def holds(self, number: int) -> bool:
         """Whether the message belongs to this step; late ones of an earlier step do not."""
         return 0 <= number - self.first < len(self.due)
+
+    @property
+    def offered_in_window(self) -> int:
+        """Messages that are due after the warm-up."""
+        return len(self.due) - bisect_left(self.due, self.warm_up_seconds)
 
     @property
     def is_settled(self) -> bool:

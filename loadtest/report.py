@@ -112,6 +112,7 @@ class Run:
     rate: float
     seconds: float
     counts: Counts
+    offered_in_window: int
     accepted_in_window: int
     ack: Percentiles
     end_to_end: Percentiles
@@ -193,7 +194,7 @@ def as_json(run: Run, *, floors: Sequence[Floor], machine: Mapping[str, Any]) ->
     return {
         "rate": run.rate,
         "seconds": run.seconds,
-        "offered_per_s": round(run.counts.offered / run.seconds, 1),
+        "offered_per_s": round(run.offered_in_window / run.seconds, 1),
         "accepted_per_s": round(run.accepted_in_window / run.seconds, 1),
         **asdict(run.counts),
         "refusals": {str(code): count for code, count in run.refusals.items()},

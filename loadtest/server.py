@@ -25,7 +25,7 @@ import psutil
 
 from loadtest.report import ProcessorTime
 from qim.clock import Clock
-from qim.ctl.protocol import call_once
+from qim.ctl.protocol import call
 from qim.errors import QimError
 from qim.ids import Millis, TenantId, UserId
 from qim.metrics import quantile
@@ -79,7 +79,6 @@ class Sample:
     busy: float
     """Of the machine, interrupts left out: they are mostly the work of our own traffic."""
     stolen: float
-    counters: Mapping[str, Any]
 
 
 class Observer:
@@ -100,6 +99,7 @@ class Observer:
         return len(self._workers)
 
     def sample(self) -> Sample:
+        """Takes well under a millisecond, so it may run on the generator's loop."""
         machine = psutil.cpu_times()
         own = resource.getrusage(resource.RUSAGE_SELF)
         return Sample(
@@ -109,15 +109,14 @@ class Observer:
             generator=own.ru_utime + own.ru_stime,
             busy=machine.user + machine.nice + machine.system,
             stolen=getattr(machine, "steal", 0.0),
-            counters=self._counters(),
         )
 
-    def _counters(self) -> dict[str, Any]:
-        """Sums over the workers; empty when none answered."""
+    def counters(self) -> dict[str, Any]:
+        """Sums over the workers; empty when none answered. Blocks: call it in a thread."""
         total: dict[str, Any] = {}
         for path in self._sockets:
             with suppress(QimError):
-                answer = call_once(path, "metrics", timeout_seconds=CONTROL_TIMEOUT_SECONDS)
+                answer = call(path, "metrics", timeout_seconds=CONTROL_TIMEOUT_SECONDS)
                 _add_counters(total, answer.get("metrics", answer))
         return total
 
@@ -136,9 +135,9 @@ def spent(before: Sample, after: Sample) -> ProcessorTime:
     )
 
 
-def worker_lag_p99_ms(before: Sample, after: Sample) -> float | None:
-    """From the workers' own histograms; None where they were not read."""
-    new, old = after.counters.get("loop_lag"), before.counters.get("loop_lag")
+def worker_lag_p99_ms(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
+    """From two sums of the workers' own histograms; None where they were not read."""
+    new, old = after.get("loop_lag"), before.get("loop_lag")
     if new is None:
         return None
     counts = [n - o for n, o in zip(new, old or [0] * len(new), strict=True)]
