@@ -1,24 +1,30 @@
 """A server for a measurement: the given one, or one that is started here and taken away afterwards.
 
-The server is started as a person would start it, `qim dev` with data of its own, so what is measured is what
-people run. The rate limit of one user stays as it is: the generator has enough users.
+It is started as a person would start it, by `qim dev` with data of its own, so what is measured is what
+people run. Nothing is tuned for the generator: it has enough users to stay below the rate limit of each. The
+launcher stops the service first and the store last; a launcher that is killed takes its children with it.
 """
 
-import json
-import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from time import sleep
+from typing import Any, Final
 
-from loadtest.server import Server
+from loadtest.server import Server, listener_pid
+from qim.clock import SystemClock
+from qim.ctl.protocol import call
+from qim.errors import QimError
 
+ADDRESS: Final = "127.0.0.1"
 START_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 40.0
+POLL_SECONDS: Final = 0.1
 
 
 @contextmanager
@@ -28,45 +34,68 @@ def start_server(given: Server | None, *, workers: int, redis_server: str | None
         yield given
         return
     with tempfile.TemporaryDirectory(prefix="qim-bench-") as folder:
-        process = _start(Path(folder), workers=workers, redis_server=redis_server)
-        try:
-            yield _read_server(process)
-        finally:
-            process.send_signal(signal.SIGINT)
+        data = Path(folder) / "data"
+        with (Path(folder) / "launcher.log").open("w+b") as log:
+            process = _start(data, log=log.fileno(), workers=workers, redis_server=redis_server)
             try:
-                process.wait(STOP_SECONDS_MAX)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                status = _await_ready(process, data)
+                if status is None:
+                    log.seek(0)
+                    raise ConnectionError(f"the server did not start: {log.read().decode()[-1000:].strip()}")
+                yield describe(data, status)
+            finally:
+                stop(process)
 
 
-def _start(folder: Path, *, workers: int, redis_server: str | None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "workers", "dev", "--folder", str(folder), "--json"]
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C would, by force at the deadline."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def describe(data: Path, status: dict[str, Any]) -> Server:
+    """What a generator must know of a running `qim dev`, from its folder and its status."""
+    runtime = data / "run"
+    return Server(
+        host=ADDRESS,
+        port=status["port"],
+        ca_file=data / "certificate.pem",
+        token_key_pem=(data / "token-key.pem").read_bytes(),
+        runtime_dir=runtime,
+        store_pid=listener_pid(runtime / "store.sock"),
+    )
+
+
+def _start(data: Path, *, log: int, workers: int, redis_server: str | None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "workers", "dev", "--data-dir", str(data), "--port", str(_free_port())]
     if workers:
         command += ["--workers", str(workers)]
     if redis_server:
         command += ["--redis-server", redis_server]
     # A group of its own: Ctrl-C ends the measurement, which then stops the server itself.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
 
 
-def _read_server(process: subprocess.Popen[str]) -> Server:
-    """The first line of the launcher: what it started, as one JSON object."""
-    assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], START_SECONDS_MAX)
-    line = process.stdout.readline() if readable else ""
-    if not line.startswith("{"):
-        raise ConnectionError(
-            f"the server did not start (exit code {process.poll()}): {line.strip() or 'silent'}"
-        )
-    started = json.loads(line)
-    host, _, port = started["endpoint"].rpartition(":")
-    return Server(
-        host=host,
-        port=int(port),
-        ca_file=Path(started["ca"]),
-        token_key_pem=Path(started["token_key"]).read_bytes(),
-        kid=started["kid"],
-        runtime_dir=Path(started["runtime"]),
-        store_pid=started["store_pid"],
-    )
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((ADDRESS, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _await_ready(process: subprocess.Popen[bytes], data: Path) -> dict[str, Any] | None:
+    """The status of a ready server; None when it ended or took too long."""
+    clock = SystemClock()
+    deadline = clock.monotonic() + START_SECONDS_MAX
+    while process.poll() is None and clock.monotonic() < deadline:
+        with suppress(QimError):
+            status = call(data / "run" / "control.sock", "status", timeout_seconds=5.0)
+            if status["ready"]:
+                return status
+        sleep(POLL_SECONDS)
+    return None

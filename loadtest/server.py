@@ -75,6 +75,8 @@ class Sample:
     at: float
     workers: float
     redis: float
+    attendants: float
+    """Supervisor and admin process: ours, but no message passes through them."""
     generator: float
     busy: float
     """Of the machine, interrupts left out: they are mostly the work of our own traffic."""
@@ -86,9 +88,11 @@ class Observer:
 
     def __init__(self, server: Server, clock: Clock) -> None:
         self._clock = clock
-        self._sockets = _worker_sockets(server.runtime_dir)
-        self._workers = [process for path in self._sockets if (process := _process(_listener_pid(path)))]
+        self._runtime_dir = server.runtime_dir
+        self._workers = _listeners(server.runtime_dir, "control-*.sock")
         self._store = _process(server.store_pid)
+        admins = _listeners(server.runtime_dir, "control.sock")
+        self._attendants = admins + [parent for admin in admins if (parent := admin.parent())]
 
     @property
     def can_see_workers(self) -> bool:
@@ -106,18 +110,21 @@ class Observer:
             at=self._clock.monotonic(),
             workers=sum(map(_cpu_seconds, self._workers)),
             redis=_cpu_seconds(self._store),
+            attendants=sum(map(_cpu_seconds, self._attendants)),
             generator=own.ru_utime + own.ru_stime,
             busy=machine.user + machine.nice + machine.system,
             stolen=getattr(machine, "steal", 0.0),
         )
 
     def counters(self) -> dict[str, Any]:
-        """Sums over the workers; empty when none answered. Blocks: call it in a thread."""
+        """Sums over the server's processes; empty when nobody answers. Blocks: call it in a thread."""
         total: dict[str, Any] = {}
-        for path in self._sockets:
+        if self._runtime_dir is not None:
+            path = self._runtime_dir / "control.sock"
             with suppress(QimError):
                 answer = call(path, "metrics", timeout_seconds=CONTROL_TIMEOUT_SECONDS)
-                _add_counters(total, answer.get("metrics", answer))
+                for metrics in answer["processes"]:
+                    add_counters(total, metrics)
         return total
 
 
@@ -125,12 +132,13 @@ def spent(before: Sample, after: Sample) -> ProcessorTime:
     """What was used between two samples."""
     workers, redis = after.workers - before.workers, after.redis - before.redis
     generator = after.generator - before.generator
+    ours = workers + redis + generator + after.attendants - before.attendants
     return ProcessorTime(
         window_seconds=after.at - before.at,
         workers=workers,
         redis=redis,
         generator=generator,
-        others=after.busy - before.busy - workers - redis - generator,
+        others=after.busy - before.busy - ours,
         stolen=after.stolen - before.stolen,
     )
 
@@ -144,20 +152,22 @@ def worker_lag_p99_ms(before: Mapping[str, Any], after: Mapping[str, Any]) -> fl
     return quantile(counts, 0.99) * 1000
 
 
-def _add_counters(total: dict[str, Any], metrics: Mapping[str, Any]) -> None:
+def add_counters(total: dict[str, Any], metrics: Mapping[str, Any]) -> None:
     for name in _ROLE_COUNTERS:
-        total[name] = total.get(name, 0) + metrics.get(name, 0)
+        total[name] = total.get(name, 0) + metrics.get(name, 0)  # a process that published nothing yet
     lag = metrics.get("loop_lag")
     if isinstance(lag, Mapping):
         known = total.get("loop_lag", [0.0] * len(lag["counts"]))
         total["loop_lag"] = [a + b for a, b in zip(known, lag["counts"], strict=True)]
 
 
-def _worker_sockets(runtime_dir: Path | None) -> list[Path]:
-    return sorted(runtime_dir.glob("control-*.sock")) if runtime_dir is not None else []
+def _listeners(runtime_dir: Path | None, pattern: str) -> list[psutil.Process]:
+    """The processes behind the control sockets of a folder."""
+    paths = sorted(runtime_dir.glob(pattern)) if runtime_dir is not None else []
+    return [process for path in paths if (process := _process(listener_pid(path)))]
 
 
-def _listener_pid(path: Path) -> int | None:
+def listener_pid(path: Path) -> int | None:
     """The process that listens on a Unix socket, by the kernel's word."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(CONTROL_TIMEOUT_SECONDS)
