@@ -95,9 +95,11 @@ class ClientSocket(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         if self._transport is not None and not self.ended:
+            self._gateway.congested.add(self)
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self._gateway.congested.discard(self)
         if self._transport is not None and not self.ended:
             self._transport.resume_reading()
 
@@ -158,6 +160,7 @@ class ClientSocket(asyncio.BufferedProtocol):
         """Writes the last bytes and closes; the transport cuts a peer that does not take them in time."""
         self.ended = True
         self.wire.close()
+        self._gateway.congested.discard(self)
         frames = self._take() if with_collected else []
         self._frames = self._pushes = self.waiting = self.buckets = None
         if self._transport is not None and not self._transport.is_closing():

@@ -122,6 +122,8 @@ class Gateway:
         """`tls` None speaks plain TCP: for the simulation only."""
         self.read_buffer = memoryview(bytearray(limits.READ_BUFFER_BYTES))
         self.outbound = outbound
+        self.congested: set[ClientSocket] = set()
+        """Connections whose transport holds back bytes; they note themselves."""
         self._router = router
         self._tokens = tokens
         self._clock = clock
@@ -162,7 +164,10 @@ class Gateway:
         )
 
     def new_socket(self) -> ClientSocket:
-        return ClientSocket(self)
+        """Called at the accept, before the TLS handshake."""
+        sock = ClientSocket(self)
+        sock.connected_at = self._clock.monotonic()
+        return sock
 
     async def run(self) -> None:
         """Sweeps the deadlines until drained."""
@@ -193,6 +198,7 @@ class Gateway:
     def sweep(self) -> None:
         """Ends every connection whose time is over; called every 100 ms."""
         now = self._clock.monotonic()
+        self._metrics.send_queue_bytes = sum(sock.unsent_bytes for sock in self.congested)
         for at, handle, generation in self._deadlines.due(now):
             sock = self._table.find(handle, generation)
             if sock is None or sock.remind_at != at:
@@ -226,7 +232,9 @@ class Gateway:
             return
         _set_options(transport.get_extra_info("socket"))
         self._table.add(sock)
-        sock.connected_at = sock.heard_at = self._clock.monotonic()
+        now = self._clock.monotonic()
+        self._metrics.handshake.observe(now - sock.connected_at)
+        sock.connected_at = sock.heard_at = now
         self._metrics.connections = len(self._table)
         self._look_again(sock)
 
@@ -282,6 +290,9 @@ class Gateway:
         if is_slow(self._bounds, unsent_bytes=0, unanswered=sock.unanswered):
             self._end_slow(sock, sock.unsent_bytes)
             return
+        if self._draining:
+            self._refuse_all(sock, frames)
+            return
         granted = self._grant_sends(sock, frames, now)
         for frame in frames:
             opcode, request_id, body = frame
@@ -302,6 +313,15 @@ class Gateway:
                 self._answer_here(sock, frame, now)
             if sock.ended:
                 return
+
+    def _refuse_all(self, sock: ClientSocket, frames: Sequence[Frame]) -> None:
+        """After the goodbye nothing new is begun, so that a busy client cannot hold up the drain."""
+        error = Unavailable("going down, reconnect", retry_after_ms=limits.SWEEP_INTERVAL_MS)
+        for opcode, request_id, _ in frames:
+            if opcode == Op.PONG:
+                sock.unanswered -= 1
+            else:
+                self._answer(sock, build_error(request_id, error))
 
     def _grant_sends(self, sock: ClientSocket, frames: Sequence[Frame], now: float) -> int:
         sends = 0

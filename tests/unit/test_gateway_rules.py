@@ -171,7 +171,9 @@ def test_the_last_place_is_given_and_no_more() -> None:
 
 @pytest.mark.shows("F-40")
 def test_a_peer_is_slow_above_its_bounds_and_not_at_them() -> None:
-    assert not is_slow(BOUNDS, unsent_bytes=limits.UNSENT_BYTES_MAX, unanswered=limits.UNANSWERED_REQUESTS_MAX)
+    assert not is_slow(
+        BOUNDS, unsent_bytes=limits.UNSENT_BYTES_MAX, unanswered=limits.UNANSWERED_REQUESTS_MAX
+    )
     assert is_slow(BOUNDS, unsent_bytes=limits.UNSENT_BYTES_MAX + 1, unanswered=0)
     assert is_slow(BOUNDS, unsent_bytes=0, unanswered=limits.UNANSWERED_REQUESTS_MAX + 1)
 

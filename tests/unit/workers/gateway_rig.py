@@ -36,6 +36,7 @@ from qim.wire.bodies import Auth, AuthAck, SendMessage, Target, build_message, d
 from qim.wire.frames import Frame, FrameSplitter, build_frame
 from qim.wire.layout import ALPN, Op
 from qim.wire.link import Announce
+from tests.waiting import happens
 from workers.gateway import Gateway
 from workers.outbound import Outbound
 from workers.request import Request
@@ -219,9 +220,7 @@ class GatewayRig:
         await self._connections_gone()
 
     async def _connections_gone(self) -> None:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            while self.gateway.open_sockets:
-                await asyncio.sleep(0.005)
+        await happens(lambda: not self.gateway.open_sockets, what="every socket is closed")
 
     async def connect(self) -> RawClient:
         reader, writer = await asyncio.open_connection(
@@ -238,9 +237,7 @@ class GatewayRig:
 
     async def requests(self, count: int) -> Sequence[Request]:
         """The requests that have reached the router, once there are so many."""
-        async with asyncio.timeout(ANSWER_SECONDS):
-            while len(self.router.requests) < count:
-                await asyncio.sleep(0.005)
+        await happens(lambda: len(self.router.requests) >= count, what="the requests have arrived")
         return [request for request, _ in self.router.requests]
 
     def pass_time(self, *, milliseconds: int) -> None:

@@ -368,6 +368,23 @@ async def test_a_drain_says_goodbye_answers_what_it_took_and_closes() -> None:
             await rig.connect()
 
 
+async def test_a_drain_begins_nothing_new_and_says_so() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        client.send(send_frame(2))
+        (request,) = await rig.requests(1)
+        draining = asyncio.create_task(rig.gateway.drain(rig.clock.monotonic() + 1))
+        await client.body(Op.GOAWAY)
+        client.send(send_frame(3))
+        frame = await client.frame()
+        assert (frame.opcode, frame.request_id) == (Op.ERROR, 3)
+        assert decode_body(Op.ERROR, frame.body).code == errors.Unavailable.code
+        request.origin.reply(request, build_frame(Op.SEND_ACK, 2, b"\x90"))
+        assert (await client.frame()).opcode == Op.SEND_ACK
+        await draining
+        assert len(rig.router.requests) == 1
+
+
 async def test_a_drain_does_not_wait_longer_than_it_may() -> None:
     async with GatewayRig() as rig:
         client = await rig.logged_in()

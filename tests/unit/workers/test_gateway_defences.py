@@ -131,9 +131,12 @@ def test_garbage_inside_tls_ends_in_a_code_or_in_a_deadline(garbage: bytes, auth
 async def _until_over(rig: GatewayRig, client: RawClient) -> None:
     """Either the garbage is refused, or the time for the rest of its frame passes."""
     ended = asyncio.create_task(client.rest())
-    while not ended.done():
-        await asyncio.sleep(0.005)
+
+    def is_over() -> bool:
         rig.pass_time(milliseconds=limits.AUTH_TIMEOUT_MS // 2)
+        return ended.done()
+
+    await happens(is_over, what="refused or timed out")
     codes = {decode_body(Op.GOAWAY, frame.body).code for frame in ended.result() if frame.opcode == Op.GOAWAY}
     assert codes <= set(errors.CLIENT_ERRORS)
 
@@ -161,14 +164,17 @@ async def test_a_client_that_does_not_read_is_cut_at_its_bytes_and_others_go_on(
         slow = await rig.logged_in()
         slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
         announce = rig.router.announced[0]
-        pushed = 0
+        pushed = held_back = 0
         large = entry(1, bytes(60_000))
         while not rig.router.withdrawn:
             pushed += 1
             rig.gateway.deliver([(announce.handle, announce.generation, 0, pushed, False)], large)
             await asyncio.sleep(0)
+            rig.gateway.sweep()
+            held_back = max(held_back, rig.metrics.send_queue_bytes)
             assert pushed < 1_000
         assert rig.metrics.slow_disconnects == 1
+        assert held_back > 0
         normal = await rig.logged_in(user=BOB)
         normal.send(build_message(Op.PING, 2, Ping()))
         await normal.body(Op.PONG)

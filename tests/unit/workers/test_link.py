@@ -126,7 +126,8 @@ class Node:
             placement=placement, mailboxes=[cast("MailboxStore", self.store)], answers=self.router
         )
         self.links = Links(
-            worker=worker, workers=placement.workers, placement=placement.digest(), boot=BootId(os.urandom(16)),
+            worker=worker, workers=placement.workers, placement=placement.digest(),
+            boot=BootId(os.urandom(16)),
             runtime_dir=folder, outbound=outbound, user=self.router,
         )  # fmt: skip
         self.router.bind(
