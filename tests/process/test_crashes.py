@@ -7,6 +7,7 @@ history hold each message once, a resend gets the same coordinates, and the orph
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,7 @@ async def test_workers_killed_again_and_again_under_load(workers: int, tmp_path:
             victim = chance.choice(server.worker_pids())
             server.kill(victim)
             await load.run(messages_per_user=MESSAGES // 3)
-            await happens(
-                lambda gone=victim: gone not in server.worker_pids(), what="another worker took over"
-            )
+            await happens(partial(_is_replaced, server, victim), what="another worker took over")
         server.until_ready()
         await judge(server, load)
 
