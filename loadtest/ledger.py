@@ -22,7 +22,7 @@ ACCEPTED: Final = 1
 REFUSED: Final = 2
 
 
-def poisson_schedule(*, rate: float, seconds: float, seed: int) -> array[float]:
+def poisson_schedule(*, rate: float, seconds: float, seed: int) -> "array[float]":
     """Due times in seconds from the start: independent arrivals, the same for the same seed."""
     draw = Random(seed).expovariate  # a schedule, not a secret
     due = array("d")
@@ -36,7 +36,7 @@ def poisson_schedule(*, rate: float, seconds: float, seed: int) -> array[float]:
 class Ledger:
     """The book of one step. Message numbers start at `first`, so that steps do not mix."""
 
-    def __init__(self, due: array[float], *, first: int, warm_up_seconds: float) -> None:
+    def __init__(self, due: "array[float]", *, first: int, warm_up_seconds: float) -> None:
         self.due = due
         self.first = first
         self.warm_up_seconds = warm_up_seconds
