@@ -281,7 +281,7 @@ def parse_header(data: bytes) -> RoutingHeader:
     if fields[1] & EPHEMERAL_FLAG:
         header = RoutingHeader(fields[0], fields[1] ^ EPHEMERAL_FLAG, *fields[2:])._replace(ephemeral=True)
     else:
-        header = RoutingHeader(*fields)
+        header = RoutingHeader._make((*fields, False))
     if header.version != RECORD_VERSION:
         raise RecordCorrupt(f"log record of version {header.version}")
     if header.bucket >= BUCKETS or not 1 <= header.kind <= 2:

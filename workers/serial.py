@@ -69,7 +69,7 @@ class Serial:
             shard.queue.popleft()
         shard.sent = write.mailbox_seq
         shard.alone = False
-        self._shards.note_done(shard, delivery)
+        self._shards.note_done([delivery])
         self._failpoints.hit("mailbox.finished")
         self._shards.push([delivery])
         self._failpoints.hit("mailbox.pushed")

@@ -251,46 +251,58 @@ class Shards:
             self._room.release()
 
     async def _finish(self, run: Run) -> None:
-        done: list[Delivery] = []
+        done = run.deliveries
         try:
             outcomes = await run.call
         except StoreError as error:
+            done = []
             self._fail_run(run, error)
         else:
-            for delivery, outcome in zip(run.deliveries, outcomes, strict=True):
-                if outcome is Materialised.DONE:
-                    self.note_done(self.shards[delivery.write.slot], delivery)
-                    done.append(delivery)
-                else:
-                    self.note_refused(self.shards[delivery.write.slot], delivery, outcome)
+            if any(outcome is not Materialised.DONE for outcome in outcomes):
+                done = self._sort_out(run, outcomes)
+        self.note_done(done)
         self._failpoints.hit("mailbox.finished")
         self.push(done)
         self._failpoints.hit("mailbox.pushed")
+        shards = self.shards
         for delivery in run.deliveries:
-            shard = self.shards[delivery.write.slot]
+            shard = shards[delivery.write.slot]
             shard.in_flight -= 1
             if not shard.in_flight:
                 self._settle(shard)
 
+    def _sort_out(self, run: Run, outcomes: Sequence[Materialised]) -> list[Delivery]:
+        done = []
+        for delivery, outcome in zip(run.deliveries, outcomes, strict=True):
+            if outcome is Materialised.DONE:
+                done.append(delivery)
+            else:
+                self.note_refused(self.shards[delivery.write.slot], delivery, outcome)
+        return done
+
     def _fail_run(self, run: Run, error: StoreError) -> None:
         for slot in {delivery.write.slot for delivery in run.deliveries}:
             shard = self.shards[slot]
-            # A run names many shards and the error none. Where it is one shard's fault, or it fails again, each
+            # A run names many shards, the error none. Where it is one shard's fault, or fails again, each
             # tries its next record alone, so that no shard suffers for long from another one.
             shard.alone = shard.alone or shard.attempts > 0 or isinstance(error, StoreBroken)
             self.fail(shard, str(error))
 
-    def note_done(self, shard: Shard, delivery: Delivery) -> None:
-        """W of the shard is at this record now."""
-        write = delivery.write
-        shard.watermark = write.mailbox_seq
-        shard.attempts = 0
-        now_ms = self._clock.now_ms()
+    def note_done(self, deliveries: Sequence[Delivery]) -> None:
+        """W of their shards is at these records now; one reading of the clock for all of them."""
+        shards = self.shards
         metrics = self._metrics
-        metrics.watermark[shard.slot] = write.mailbox_seq
-        metrics.watermark_moved_ms[shard.slot] = now_ms
-        metrics.mailbox_entries += len(write.recipients)
-        metrics.message_delivery.observe(max(0, now_ms - write.reserved_at) / 1000)
+        observe = metrics.message_delivery.observe
+        now_ms = self._clock.now_ms()
+        for write, _sender, _device in deliveries:
+            slot = write.slot
+            shard = shards[slot]
+            shard.watermark = metrics.watermark[slot] = write.mailbox_seq
+            shard.attempts = 0
+            metrics.watermark_moved_ms[slot] = now_ms
+            metrics.mailbox_entries += len(write.recipients)
+            age_ms = now_ms - write.reserved_at
+            observe(age_ms / 1000 if age_ms > 0 else 0.0)
 
     def note_refused(self, shard: Shard, delivery: Delivery, outcome: Materialised) -> None:
         """The store did not take the record; decides what becomes of the shard."""
@@ -303,38 +315,38 @@ class Shards:
                 self._stop_at(shard, write, "the dispatch id is known with another digest")
             case Materialised.OPEN:
                 shard.alone = True
-                self.fail(shard, "")
+                self.fail(shard, "the general path has begun it", at_once=True)
             case _:
                 shard.reload = shard.reload or not shard.held
                 self.fail(shard, "the watermark is not where it was")
 
     def push(self, deliveries: Sequence[Delivery]) -> None:
         """Tells the sessions that are online. The sending device gets the echo: it has the body already."""
-        presence = self._presence
-        for delivery in deliveries:
-            write = delivery.write
+        sessions_of = self._presence.sessions_of
+        advance = self._presence.advance
+        for write, sender, device in deliveries:
             targets: dict[WorkerId, list[tuple[int, int, int, int, bool]]] = {}
+            mailbox_seq = write.mailbox_seq
             for user in write.recipients:
-                sessions = presence.sessions_of(write.tenant, user)
+                sessions = sessions_of(write.tenant, user)
                 if not sessions:
                     continue
-                previous = presence.advance(write.tenant, user, write.mailbox_seq)
+                previous = advance(write.tenant, user, mailbox_seq)
                 for session in sessions:
-                    echo = session.device == delivery.device and user == delivery.sender
-                    targets.setdefault(session.worker, []).append(
-                        (session.handle, session.generation, previous, write.mailbox_seq, echo)
-                    )
+                    echo = user == sender and session.device == device
+                    target = (session.handle, session.generation, previous, mailbox_seq, echo)
+                    targets.setdefault(session.worker, []).append(target)
             for worker, named in targets.items():
                 self._metrics.pushes += len(named)
                 self._pusher.push(worker, named, write.entry)
 
     # --- trouble -------------------------------------------------------------------------------------
 
-    def fail(self, shard: Shard, reason: str) -> None:
-        """Holds the shard; it goes back to W when nothing of it is in flight, after a back-off."""
+    def fail(self, shard: Shard, reason: str, *, at_once: bool = False) -> None:
+        """Holds the shard; when nothing of it is in flight it goes back to W, after a back-off or at once."""
         if shard.held:
             return
-        if reason:
+        if not at_once:
             shard.attempts += 1
             log.warning("shard_held", slot=shard.slot, attempts=shard.attempts, reason=reason)
         shard.held = True

@@ -290,10 +290,10 @@ class Rig:
         finally:
             for task in tasks:
                 task.cancel()
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
-        for end in ends:
-            if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
-                raise end
+            # A role that has ended by itself is the reason for whatever the block saw, so it is told first.
+            for end in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
+                    raise end
 
     async def run_until_killed(self, *roles: Any) -> None:
         """Runs roles until a failpoint strikes one of them; then all are dead."""
