@@ -40,7 +40,7 @@ run: setup
 	@exec $(BIN)/qim dev --demo $(ARGS)
 
 demo: setup
-	@exec $(BIN)/qim dev --demo --exit $(ARGS)
+	@exec $(BIN)/qim dev --demo --once $(ARGS)
 
 check: setup
 	@echo 'check: format and lint'

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 
 from qim.errors import ConfigError, ExitCode, GuardRefused, QimError, StoreError
 
@@ -32,6 +32,9 @@ Set = Annotated[
 ]
 Profile = Annotated[str, Parameter(name="--profile", help="tuning profile, or auto")]
 DataDir = Annotated[Path, Parameter(name="--data-dir", help="folder that keeps everything")]
+ToolDataDir = Annotated[
+    Path | None, Parameter(name="--data-dir", help="data folder of qim dev; default .qim-dev where it exists")
+]
 Port = Annotated[int, Parameter(name="--port", help="TCP port for clients; 0 lets the kernel choose")]
 Workers = Annotated[int | None, Parameter(name="--workers", help="worker processes; default by the profile")]
 RedisServer = Annotated[
@@ -123,6 +126,59 @@ def init(*, config: Config = None, set_: Set = (), json: Json = False) -> int:
 
 
 @app.command
+def token(
+    user: Annotated[str, Parameter(help="32 hexadecimal digits, or the name of a user of qim dev")],
+    *,
+    tenant: Annotated[int, Parameter(help="number of the tenant")] = 1,
+    device: Annotated[str | None, Parameter(help="good for this device only; 32 hexadecimal digits")] = None,
+    days: Annotated[int, Parameter(help="how long it is good")] = 30,
+    key: Annotated[
+        Path | None, Parameter(help="PEM file with the Ed25519 private key; default that of the dev folder")
+    ] = None,
+    kid: Annotated[str | None, Parameter(help="id of the key in the server's auth.keys")] = None,
+    data_dir: ToolDataDir = None,
+    config: Config = None,
+    json: Json = False,
+) -> int:
+    """Make a connection token; it alone is printed."""
+    from qim.clock import SystemClock
+    from workers.token import TokenOrder, make_token
+
+    loaded = _load(_tool_path(config, data_dir), ())
+    order = TokenOrder(
+        user=user,
+        tenant=tenant,
+        device=device,
+        days=days,
+        key=key or (data_dir or DEV_DIR) / "token-key.pem",
+        kid=kid,
+    )
+    made = make_token(order, loaded, clock=SystemClock())
+    if json:
+        _print_json(made)
+    else:
+        print(made["token"])
+    return ExitCode.OK
+
+
+@app.command
+def audit(
+    *,
+    config: Config = None,
+    set_: Set = (),
+    data_dir: ToolDataDir = None,
+    findings_max: Annotated[
+        int, Parameter(help="findings listed; the rest is counted", validator=validators.Number(gte=0))
+    ] = 50,
+    json: Json = False,
+) -> int:
+    """Check that every acknowledged message is complete everywhere. Exit 1 when something was found."""
+    from workers.audit_command import audit
+
+    return audit(_load(_tool_path(config, data_dir), set_), findings_max=findings_max, as_json=json)
+
+
+@app.command
 def version(*, json: Json = False) -> int:
     """The version of the package and of the protocol."""
     from importlib.metadata import PackageNotFoundError
@@ -196,6 +252,16 @@ def _path(given: Path | None) -> Path | None:
     if given is not None:
         return given
     return DEFAULT_CONFIG if DEFAULT_CONFIG.exists() else None
+
+
+def _tool_path(given: Path | None, data_dir: Path | None) -> Path | None:
+    """Tools look at the development server of this folder first, as qimctl does."""
+    if given is not None:
+        return given
+    development = (data_dir or DEV_DIR) / "qim.toml"
+    if data_dir is not None and not development.exists():
+        raise ConfigError([f"--data-dir {data_dir}: no folder of qim dev, it holds no qim.toml"])
+    return development if development.exists() else None
 
 
 def _load(given: Path | None, sets: tuple[str, ...]) -> "Tree":

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from structlog import get_logger
 
-from qim.clock import SystemClock
+from qim.clock import Clock, SystemClock
 from qim.config import Config
 from qim.ctl import protocol
 from qim.domain.placement import Placement
@@ -36,6 +36,7 @@ from workers.vitals import Vitals
 
 SCHEMA: Final = 1
 ASK_SECONDS_MAX: Final = 5.0
+SAMPLE_SECONDS: Final = 1.0
 OF_A_SLOT: Final = ("mailbox.retry", "mailbox.skip", "mailbox.redeliver", "outbox.retry", "outbox.skip")
 OF_ALL: Final = ("slots", "lag", "mailbox.show", "outbox.show")
 
@@ -67,17 +68,17 @@ class Admin:
         self._job = job
         self._context = context
         self._workers = range(job.placement.workers)
-        self._growth = Growth()
+        self._clock = SystemClock()
+        self._growth = Growth(self._clock)
         self._ended = asyncio.Event()
 
     async def run(self) -> int:
         """Until told to end."""
-        clock = SystemClock()
         record = self._context.record
         vitals = Vitals(
             record=record,
             metrics=Metrics(),
-            clock=clock,
+            clock=self._clock,
             on_beat=self._look_at_page,
             before_publish=lambda: None,
         )
@@ -86,7 +87,10 @@ class Admin:
         control = ControlServer(Path(self._job.config.server.runtime_dir, "control.sock"), self._commands())
         await control.start()
         record.set_state(ChildState.READY, now_ns=vitals.now_ns())
+        sampling = asyncio.ensure_future(self._sample())
         await self._ended.wait()
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
         await control.close()
         record.report_done(Stage.CLOSE)
         return ExitCode.OK
@@ -114,7 +118,6 @@ class Admin:
         answers = await self.ask_all("status")
         rows = [self._row(worker, answer) for worker, answer in zip(self._workers, answers, strict=True)]
         reasons = [reason for row in rows for reason in row.pop("reasons")]
-        commits = sum(row["commits"] or 0 for row in rows)
         return {
             "schema": SCHEMA,
             "ready": not reasons,
@@ -124,7 +127,7 @@ class Admin:
             "port": self._job.port,
             "connections": sum(row["connections"] or 0 for row in rows),
             "workers": rows,
-            "stores": await self._stores(commits),
+            "stores": await self._stores(),
         }
 
     def metrics(self) -> Answer:
@@ -160,12 +163,18 @@ class Admin:
             protocol.call, path, command, arguments, timeout_seconds=ASK_SECONDS_MAX
         )
 
-    async def _stores(self, commits: int) -> list[Answer]:
+    async def _stores(self) -> list[Answer]:
+        """Asked of worker 0, which knows every server; nothing while it cannot answer."""
         try:
-            rows: list[Answer] = (await self._ask(0, "stores", {}))["stores"]
+            answer = await self._ask(0, "stores", {})
         except ControlError:
             return []
-        return [row | self._growth.judge(row, commits=commits) for row in rows]
+        return [row | self._growth.judge(row, messages=answer["messages"]) for row in answer["stores"]]
+
+    async def _sample(self) -> None:
+        """A first look soon after the start, so that growth has a beginning before anybody asks."""
+        while not await self._stores():
+            await asyncio.sleep(SAMPLE_SECONDS)
 
     def _row(self, worker: int, answer: Answer | ControlError) -> Answer:
         record = self._context.page.record(self._job.first_worker + worker)
@@ -217,28 +226,30 @@ class _Forwarded:
 
 
 class Growth:
-    """How much a message costs a store, from the first look at it to the latest."""
+    """How long the stores last: what a message costs them, and how many came since this process began."""
 
     MESSAGES_MIN: Final = 200
-    """Fewer say more about the allocator than about messages."""
+    """Fewer say more about an empty server than about messages."""
 
-    def __init__(self) -> None:
-        self._first: dict[str, tuple[int, int, int]] = {}
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock.monotonic()
+        self._first: int | None = None
 
-    def judge(self, row: Mapping[str, Any], *, commits: int) -> Answer:
-        """`bytes_per_message` and `days_left`; None while too little was seen or nothing limits the store."""
-        used, limit, now_ms = int(row["used_bytes"]), int(row["limit_bytes"]), int(row["now_ms"])
-        first_used, first_commits, first_ms = self._first.setdefault(row["store"], (used, commits, now_ms))
-        messages, grown, passed_ms = commits - first_commits, used - first_used, now_ms - first_ms
-        if messages < 0 or grown < 0:
-            # A worker or the store began anew, or old data were trimmed: a new beginning here too.
-            self._first[row["store"]] = (used, commits, now_ms)
-        if messages < self.MESSAGES_MIN or grown <= 0 or passed_ms <= 0:
+    def judge(self, row: Mapping[str, Any], *, messages: int) -> Answer:
+        """`bytes_per_message` and `days_left`; None while too little was seen."""
+        if self._first is None:
+            self._first, self._began = messages, self._clock.monotonic()
+        if messages < self.MESSAGES_MIN:
             return {"bytes_per_message": None, "days_left": None}
-        days = (limit - used) / grown * passed_ms / 86_400_000 if limit else None
+        each = row["used_bytes"] / messages
+        fresh, seconds = messages - self._first, self._clock.monotonic() - self._began
+        if fresh < self.MESSAGES_MIN or not row["limit_bytes"]:
+            return {"bytes_per_message": each, "days_left": None}
+        bytes_per_day = each * fresh / seconds * 86_400
         return {
-            "bytes_per_message": grown / messages,
-            "days_left": None if days is None else max(0.0, days),
+            "bytes_per_message": each,
+            "days_left": max(0.0, (row["limit_bytes"] - row["used_bytes"]) / bytes_per_day),
         }
 
 

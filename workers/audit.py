@@ -34,8 +34,8 @@ PENDING_AGE_MS: Final = RECOVER_AGE_MS + 3 * RECOVER_INTERVAL_MS
 """The recoverer has had three passes at what is older than this."""
 SETTLE_SECONDS_MAX: Final = 30.0
 SETTLE_POLL_SECONDS: Final = 0.2
-FINDINGS_KEPT_MAX: Final = 1_000
-"""The rest is counted only: a broken store must not fill the operator's memory."""
+FINDINGS_KEPT: Final = 1_000
+"""Unless told otherwise; the rest is counted only: a broken store must not fill the operator's memory."""
 FANOUT_GROUP: Final = "fanout"
 ALL_SLOTS: Final = [SlotId(slot) for slot in range(SLOTS)]
 
@@ -60,10 +60,11 @@ class Report:
     walked: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
+    findings_max: int = FINDINGS_KEPT
 
     def note(self, findings: Sequence[Finding]) -> None:
         self.kinds.update(finding.kind for finding in findings)
-        self.findings += findings[: FINDINGS_KEPT_MAX - len(self.findings)]
+        self.findings += findings[: max(0, self.findings_max - len(self.findings))]
 
     def as_result(self) -> dict[str, Any]:
         return {
@@ -75,9 +76,11 @@ class Report:
         }
 
 
-async def run_audit(stores: AuditedStores, *, clock: Clock, progress: Progress) -> Report:
+async def run_audit(
+    stores: AuditedStores, *, clock: Clock, progress: Progress, findings_max: int = FINDINGS_KEPT
+) -> Report:
     """Waits for the consumers, then walks; see the module."""
-    report = Report()
+    report = Report(findings_max=findings_max)
     await _settle(stores, report, clock, progress.add_task("waiting for consumers", total=None), progress)
     await _walk_commits(stores, report, progress)
     await _walk_outbox(stores, report, progress)

@@ -24,17 +24,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from blake3 import blake3
 from rich.console import Console
 
 from qim.clock import SystemClock
 from qim.config import Secret, load_config
 from qim.ctl import protocol
 from qim.errors import ConfigError, ControlError, ExitCode, GuardRefused, StoreError
-from qim.ids import Millis, TenantId, UserId
+from qim.ids import Millis, TenantId
 from qim.tokens import mint_token
 from workers.child import die_with_parent
-from workers.devfolder import KEY_ID, DevFolder, open_folder, write_private
+from workers.devfolder import DEFAULT_FOLDER, KEY_ID, DevFolder, open_folder, user_id, write_private
 from workers.embedded import EmbeddedStore, find_server
 from workers.listeners import Listeners
 
@@ -77,7 +76,8 @@ class Launcher:
         self._options = options
         self._folder = folder
         self._clock = SystemClock()
-        self._console = Console(stderr=options.json)
+        # Never wrapped at a width: a token must be copied in one piece, and a pipe has no width.
+        self._console = Console(stderr=options.json, soft_wrap=True)
         self._store = EmbeddedStore(
             find_server(options.redis_server),
             folder=folder.store,
@@ -86,6 +86,8 @@ class Launcher:
             clock=self._clock,
         )
         self._server: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        """Where the service listens; known when it is ready."""
         self._stops = 0
         """Signals to stop, counted by the handler."""
         self._restarts: deque[float] = deque(maxlen=STORE_RESTARTS_MAX)
@@ -115,7 +117,7 @@ class Launcher:
         self._describe(status)
         code: int = ExitCode.OK
         if options.demo:
-            code = self._run_demo(status["port"])
+            code = self._run_demo()
             if options.once:
                 return code
         self._say("serving until Ctrl-C")
@@ -186,7 +188,7 @@ class Launcher:
                     self._restart_store()
                 continue
             self._say(f"the server ended by itself with {code}; see {self._folder.log}")
-            return code
+            return code if code > 0 else ExitCode.BUG
         return ExitCode.OK
 
     def _restart_store(self) -> None:
@@ -196,6 +198,8 @@ class Launcher:
         self._restarts.append(now)
         self._say("store      died, starting it again on the same data")
         self._start_store()
+        self._say(f"store      pid {self._store.pid}, data in {self._folder.store}")
+        self._announce()
 
     # --- ready ---
 
@@ -212,6 +216,7 @@ class Launcher:
                 return None
             status = self._ask_status()
             if status is not None and status["ready"]:
+                self._port = status["port"]
                 return status
             if self._clock.monotonic() > deadline:
                 reasons = "it does not answer" if status is None else "; ".join(status["reasons"])
@@ -220,7 +225,7 @@ class Launcher:
 
     def _ask_status(self) -> dict[str, Any] | None:
         try:
-            return protocol.call(self._folder.run / "control.sock", "status", timeout_seconds=5.0)
+            return protocol.call(self._folder.control_socket, "status", timeout_seconds=5.0)
         except ControlError:
             return None
 
@@ -239,14 +244,44 @@ class Launcher:
         self._say(f"server     pid {self._server.pid if self._server else 0}, log {folder.log}")
         for row in status["workers"]:
             self._say(f"worker {row['worker']}   pid {row['pid']}, slots {row['slots']}")
-        self._say(f"address    {ADDRESS}:{status['port']}  TLS 1.3, certificate {folder.certificate}")
-        self._say(f"control    {folder.path / 'run' / 'control.sock'}  (qimctl status)")
+        self._say(f"address    {ADDRESS}:{self._port}  TLS 1.3, certificate {folder.certificate}")
+        self._say(f"control    {folder.control_socket}  (qimctl status{self._how_to_reach()})")
         self._say("history    nothing is trimmed: there is no archive yet, the store keeps every message")
         for name in USERS:
             token = self._token(name)
-            write_private(folder.path / f"{name}.token", token.encode())
+            write_private(folder.token_file(name), token.encode())
             self._say(f"{name:<10} user {user_id(name).hex()}, good for {TOKEN_DAYS} days, token:")
             self._say(token)
+        self._announce()
+
+    def _how_to_reach(self) -> str:
+        """What qimctl must be told besides nothing: it looks into the default folder by itself."""
+        folder = self._folder.path
+        return "" if folder == Path(DEFAULT_FOLDER).absolute() else f" --data-dir {folder}"
+
+    def _announce(self) -> None:
+        """`dev.json`: the same for programs."""
+        folder = self._folder
+        self._folder.announce(
+            {
+                "host": ADDRESS,
+                "port": self._port,
+                "certificate": str(folder.certificate),
+                "config": str(folder.config),
+                "log": str(folder.log),
+                "control_socket": str(folder.control_socket),
+                "store_socket": str(folder.store_socket),
+                "users": {
+                    name: {"user": user_id(name).hex(), "token_file": str(folder.token_file(name))}
+                    for name in USERS
+                },
+                "pids": {
+                    "launcher": os.getpid(),
+                    "store": self._store.pid,
+                    "supervisor": self._server.pid if self._server else 0,
+                },
+            }
+        )
 
     def _token(self, name: str) -> str:
         return mint_token(
@@ -259,11 +294,11 @@ class Launcher:
             audience="qim",
         )
 
-    def _run_demo(self, port: int) -> int:
+    def _run_demo(self) -> int:
         from workers.demo import DemoError, DemoServer, DemoUser, run_demo
 
         alice, bob = (DemoUser(name, user_id(name), self._token(name)) for name in USERS)
-        server = DemoServer(ADDRESS, port, self._folder.certificate)
+        server = DemoServer(ADDRESS, self._port, self._folder.certificate)
         try:
             results = asyncio.run(run_demo(server, alice, bob, console=self._console))
         except DemoError as failure:
@@ -275,8 +310,7 @@ class Launcher:
         return ExitCode.OK
 
     def _say(self, line: str) -> None:
-        # Not wrapped: a token must be copied in one piece.
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        self._console.print(line, highlight=False, markup=False)
 
     # --- small things ---
 
@@ -288,11 +322,6 @@ class Launcher:
 
     def _on_stop(self, _number: int, _frame: FrameType | None) -> None:
         self._stops += 1
-
-
-def user_id(name: str) -> UserId:
-    """The same user at every start, so that conversations go on."""
-    return UserId(blake3(f"qim dev user {name}".encode()).digest(16))
 
 
 def last_refusal(log: Path) -> str | None:

@@ -3,7 +3,8 @@
     lock              locked while a launcher or its store lives; holds the launcher's process id
     deployment        marks the folder as ours and names the deployment
     store/            what the embedded store keeps
-    run               link to a short folder with sockets: the path of a Unix socket ends at 107 bytes
+    run               sockets; where their paths would exceed 107 bytes, a link to a private folder in /tmp
+    dev.json          what runs now and where, for tools: addresses, files, users, sockets, process ids
     certificate.pem   self-signed, ECDSA P-256, for localhost; made again before it ends
     key.pem           its key
     token-key.pem     Ed25519, signs connection tokens; token-public.pem is what the server believes
@@ -15,16 +16,19 @@ locked by another launcher are one-line errors.
 """
 
 import fcntl
+import json
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from blake3 import blake3
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -32,15 +36,21 @@ from cryptography.x509.oid import NameOID
 
 from qim.clock import Clock
 from qim.errors import ConfigError
+from qim.ids import UserId
 from qim.tokens import generate_key_pair
 
 DEPLOYMENT: Final = "qim-dev"
+DEFAULT_FOLDER: Final = ".qim-dev"
 KEY_ID: Final = "dev"
 CERTIFICATE_DAYS: Final = 365
 RENEW_DAYS: Final = 14
 ORPHAN_SECONDS_MAX: Final = 25.0
 """A store whose launcher was killed needs so long at most to end."""
 POLL_SECONDS: Final = 0.1
+RUN_PREFIX: Final = "qim-"
+ANNOUNCEMENT: Final = "dev.json"
+LONGEST_SOCKET: Final = "control-63.sock"
+"""Of all names in the folder of sockets; a name that fits is not enough, the longest must."""
 
 
 class DevFolder:
@@ -50,7 +60,7 @@ class DevFolder:
         self.path = path
         self.lock = lock
         self.run = run
-        """Where sockets are; short, and gone when the launcher ends."""
+        """Where sockets are; gone when the launcher ends."""
         self._clock = clock
 
     @property
@@ -76,6 +86,18 @@ class DevFolder:
     @property
     def log(self) -> Path:
         return self.path / "qim.log"
+
+    @property
+    def control_socket(self) -> Path:
+        return self.run / "control.sock"
+
+    def token_file(self, name: str) -> Path:
+        """Where the token of a user of this folder is kept."""
+        return self.path / f"{name}.token"
+
+    def announce(self, facts: Mapping[str, Any]) -> None:
+        """Writes `dev.json`, whole or not at all; it exists only while the service is ready."""
+        write_private(self.path / ANNOUNCEMENT, json.dumps({"schema": 1, **facts}, indent=2).encode() + b"\n")
 
     def prepare(self, *, address: str, port: int, workers: int | None) -> None:
         """Makes what is missing and writes the configuration."""
@@ -138,8 +160,8 @@ def open_folder(path: Path, *, clock: Clock) -> Iterator[DevFolder]:
         try:
             yield DevFolder(path, lock=lock, run=run, clock=clock)
         finally:
-            (path / "run").unlink(missing_ok=True)
-            shutil.rmtree(run, ignore_errors=True)
+            (path / ANNOUNCEMENT).unlink(missing_ok=True)
+            _remove_run(path / "run")
     finally:
         os.close(lock)
 
@@ -194,14 +216,46 @@ def _pause() -> None:
 
 
 def _make_run(path: Path) -> Path:
-    run = Path(tempfile.mkdtemp(prefix="qim-"))
-    link = path / "run"
-    if link.is_symlink():
-        # What a killed launcher left behind: its sockets are dead, the lock proves it.
-        shutil.rmtree(link.resolve(), ignore_errors=True)
-        link.unlink()
-    link.symlink_to(run)
-    return run
+    """The folder of sockets: inside the data folder where that is possible, in /tmp otherwise."""
+    run = path / "run"
+    # Left by a killed launcher: its sockets are dead and nothing it announced runs, as the lock proves.
+    (path / ANNOUNCEMENT).unlink(missing_ok=True)
+    _remove_run(run)
+    run.mkdir(mode=0o700)
+    if _can_hold_sockets(run):
+        return run
+    run.rmdir()
+    elsewhere = Path(tempfile.mkdtemp(prefix=RUN_PREFIX))
+    run.symlink_to(elsewhere)
+    return elsewhere
+
+
+def _remove_run(run: Path) -> None:
+    if run.is_symlink():
+        # Only what this module has made: somebody else's link must not cost them a folder.
+        if run.resolve().name.startswith(RUN_PREFIX):
+            shutil.rmtree(run.resolve(), ignore_errors=True)
+        run.unlink()
+    else:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _can_hold_sockets(run: Path) -> bool:
+    """Tried, not computed: besides long paths there are shared folders that hold no sockets at all."""
+    probe = run / LONGEST_SOCKET
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(probe))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+def user_id(name: str) -> UserId:
+    """The same user for a name at every start, so that conversations go on."""
+    return UserId(blake3(f"qim dev user {name}".encode()).digest(16))
 
 
 def write_private(path: Path, data: bytes) -> None:

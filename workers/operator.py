@@ -3,7 +3,7 @@
     status                                 state, what it waits for, connections, memory, what is stopped
     slots                                  epoch and watermark of each slot, and whether it is stopped
     lag                                    records between each consumer and the end of its log
-    stores                                 memory of each server
+    stores                                 memory of each server, messages ever committed
     mailbox.show|retry|skip|redeliver      the shards that stand still, and the three ways on
     outbox.show|retry|skip                 the same for the Outbox partitions
 
@@ -103,7 +103,9 @@ class _Operator:
         return {"lag": rows}
 
     async def stores(self) -> Answer:
-        return {"stores": [await instance.memory() for instance in self._worker.stores.instances]}
+        stores = self._worker.stores
+        rows = [await instance.memory() for instance in stores.instances]
+        return {"stores": rows, "messages": await stores.messages()}
 
     # --- mailbox shards ---
 

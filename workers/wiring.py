@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import quote, urlsplit, urlunsplit
 
+from qim.adapters.audit_redis import RedisCommitAudit, RedisMailboxAudit
 from qim.adapters.commitlog_redis import RedisCommitLog
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.lua_scripts import LuaScripts
@@ -21,7 +22,11 @@ from qim.adapters.redis_pipe import RedisPipe
 from qim.clock import Clock
 from qim.config import Config, Secret
 from qim.domain.guards import ExpectedIdentity
+from qim.domain.placement import Placement
+from qim.ids import SlotId
+from qim.limits import SLOTS
 from qim.metrics import Metrics
+from workers.audit import AuditedStores
 from workers.guards import StoreFacts, check_identities, check_settings, fetch_facts
 
 CORE: Final = "core"
@@ -52,14 +57,12 @@ class Instance(NamedTuple):
         for section in ("memory", "stats"):
             text: bytes = await self.pipe.command("INFO", section)
             facts |= dict(line.partition(":")[::2] for line in text.decode().splitlines() if ":" in line)
-        seconds, microseconds = await self.pipe.command("TIME")
         return {
             "store": self.where,
             "roles": ", ".join(identity.role for identity in self.expected),
             "used_bytes": int(facts["used_memory"]),
             "limit_bytes": int(facts["maxmemory"]) or int(facts.get("total_system_memory", 0)),
             "evicted": int(facts["evicted_keys"]),
-            "now_ms": int(seconds) * 1000 + int(microseconds) // 1000,
         }
 
 
@@ -104,10 +107,15 @@ class Stores:
         return sum(instance.pipe.reconnects for instance in self.instances)
 
     async def create_logs(self) -> bytes:
-        """For `init`: gives both logs their identity where they have none; returns that of the dispatch log."""
+        """For `init`: gives both logs an identity where they have none; that of the dispatch log."""
         for commit_log in (self.outbox, self.dispatch):
             await commit_log.create_identity(os.urandom(16))
         return await self.dispatch.identity()
+
+    async def messages(self) -> int:
+        """How many records the Outbox has ever taken; of the messages at most the repeats more."""
+        marks = await self.outbox.watermarks([SlotId(slot) for slot in range(SLOTS)])
+        return sum(mark.high for mark in marks.values())
 
     async def close(self) -> None:
         await asyncio.gather(self.outbox.close(), self.dispatch.close())
@@ -144,6 +152,23 @@ def wire(
             clock=clock,
             consumers_here=log in mailbox,
         ),
+    )
+
+
+def wire_audit(config: Config, *, clock: Clock, password: Secret) -> tuple[Stores, AuditedStores]:
+    """The same servers as the audit reads them: raw keys, not scripts."""
+    stores = wire(
+        config, workers=1, scripts=LuaScripts.load(), clock=clock, metrics=Metrics(), password=password
+    )
+    pipes = {instance.where: instance.pipe for instance in stores.instances}
+    return stores, AuditedStores(
+        placement=Placement(1, len(config.redis.core), len(config.mailbox_urls)),
+        commits=stores.commits,
+        commit_audits=[RedisCommitAudit(pipes[url], now_ms=clock.now_ms()) for url in config.redis.core],
+        mailboxes=stores.mailboxes,
+        mailbox_audits=[RedisMailboxAudit(pipes[url]) for url in config.mailbox_urls],
+        outbox=stores.outbox,
+        dispatch=stores.dispatch,
     )
 
 
