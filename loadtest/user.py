@@ -92,7 +92,7 @@ class User:
     """The state of one user on one connection."""
 
     __slots__ = (
-        "_body_size", "_broken_at", "_covered", "_is_broken", "_is_pulling", "_newest", "_requests", "_run",
+        "_body_size", "_broken_at", "_covered", "_is_broken", "_is_pulling", "_newest", "_pull_after", "_requests", "_run",
         "_uncovered", "_uncovered_at", "_written_at", "account", "connection", "index", "is_ready", "partner",
         "sink",
     )  # fmt: skip
@@ -116,6 +116,7 @@ class User:
         self._is_broken = False
         self._broken_at = 0.0
         self._is_pulling = False
+        self._pull_after = 0.0
         self._written_at = 0.0
 
     # --- what goes out ---
@@ -146,7 +147,7 @@ class User:
         """What a client's own timers would send now: a pull, a ping, or nothing."""
         if self.connection.state is not State.READY:
             return b""
-        if not self._is_pulling:
+        if not self._is_pulling and at >= self._pull_after:
             is_full = len(self._uncovered) >= HELD_PUSHES_MAX
             is_old = bool(self._uncovered) and at - self._uncovered_at >= HELD_SECONDS_MAX
             if is_full or is_old or (self._is_broken and at - self._broken_at >= GAP_SECONDS):
@@ -186,6 +187,7 @@ class User:
                 self.sink.on_ended(self, body.code)
             elif meaning == _PULL:
                 self._is_pulling, self._is_broken, self._broken_at = False, True, at
+                self._pull_after = at + GAP_SECONDS
         elif frame.opcode == Op.SEND_ACK:
             self.sink.on_accepted(self, meaning, body)
         elif frame.opcode == Op.AUTH_ACK:
