@@ -2,18 +2,18 @@
 -- Gives each message of a run its sequence, or says what is known about it. Decides all items, then writes.
 -- Answer per item: sequence (new); 'C' reserved_at sequence (committed); 'R' reserved_at sequence ':' record
 -- (recorded); -1 conflict, -2 stale owner, -3 clock, -4 conversation exhausted.
--- KEYS: owner, msgpending, conv of each conversation, msgrecord of each, cmidown of each item, collect sets
--- ARGV: the five below; slot numbers; their epochs (8 bytes); head, pending field, record of all items, where
---       head = slot u8 | conversation u8 | collect set u8, 0 none | identity 36 | reserved_at u64 | expires_at
+-- KEYS: owner, msgpending, conv of each conversation, msgrecord of each, cmidown of each item (its
+--       pending field too), collect sets; ARGV: the five below; slots; their epochs (8 bytes); head of each item =
+--       slot u8 | conversation u8 | collect set u8, 0 none | identity 36 | reserved_at u64 | expires_at; record of each
 local items, convs, slots = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local skew_ms, seq_max    = tonumber(ARGV[4]), tonumber(ARGV[5])
-local head_at, field_at, record_at = 5 + 2 * slots, 5 + 2 * slots + items, 5 + 2 * slots + 2 * items
+local head_at, record_at           = 5 + 2 * slots, 5 + 2 * slots + items
 local hot_at, key_at, collect_at   = 2 + convs, 2 + 2 * convs, 2 + 2 * convs + items
 local call, sub, byte, format, unpack_u64 = redis.call, string.sub, string.byte, string.format, struct.unpack
 
 local stale = call('HMGET', KEYS[1], unpack(ARGV, 6, 5 + slots))
 for s = 1, slots do stale[s] = not stale[s] or sub(stale[s], 1, 8) ~= ARGV[5 + slots + s] end
-local recorded = call('HMGET', KEYS[2], unpack(ARGV, field_at + 1, field_at + items))
+local recorded = call('HMGET', KEYS[2], unpack(KEYS, key_at + 1, key_at + items))
 local committed = call('MGET', unpack(KEYS, key_at + 1, key_at + items))
 local found = call('EXISTS', unpack(KEYS, key_at + 1, key_at + items)) -- MGET shows a wrong type as absent
 for i = collect_at + 1, #KEYS do call('ZCARD', KEYS[i]) end
@@ -21,7 +21,7 @@ local now = call('TIME')
 now = now[1] * 1000 + now[2] / 1000
 local answers, last, first, values, fields, records, due = {}, {}, {}, {}, {}, {}, {}
 for i = 1, items do
-  local head, field = ARGV[head_at + i], ARGV[field_at + i]
+  local head, field = ARGV[head_at + i], KEYS[key_at + i]
   local slot, conv, collect = byte(head, 1, 3)
   local twin = first[field] -- an earlier item of this run with the same key
   local value = committed[i] or recorded[i] or values[twin]
@@ -46,7 +46,7 @@ for i = 1, items do
       answers[i], last[conv], first[field], values[i] = seq, seq, i, sub(head, 4, 47) .. text
       fields[#fields + 1], fields[#fields + 2] = field, values[i]
       list[#list + 1], list[#list + 2], records[conv] = text, ARGV[record_at + i], list
-      if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], sub(head, 48), sub(field, 2, 21) .. text } end
+      if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], sub(head, 48), sub(field, 16, 35) .. text } end
     end
   end
 end

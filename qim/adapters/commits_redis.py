@@ -43,7 +43,7 @@ PENDING_SCAN_COUNT: Final = 256
 """Entries of msgpending that one scan step looks at, about: a tenth of a millisecond of the server."""
 
 _HEAD = struct.Struct(">BBB36sQ")
-_MARK_HEAD = struct.Struct(">BB")
+_MARK_HEAD = struct.Struct(">BBB")
 _U64 = struct.Struct(">Q")
 _REFUSALS: Final = {
     -1: Reserved.CONFLICT,
@@ -130,7 +130,6 @@ class RedisCommitStore(RedisOwnership):
             len(run), len(places.conversations), len(places.slots), CLOCK_SKEW_MS_MAX, SEQ_MAX,
             *places.owner_arguments(),
             *heads,
-            *(keys.pending_field(item.key) for item in run),
             *(item.record for item in run),
         ]  # fmt: skip
         return script_keys, arguments
@@ -138,7 +137,8 @@ class RedisCommitStore(RedisOwnership):
     def _mark_call(self, run: Sequence[Commit], hour: int) -> tuple[list[bytes], list[Argument]]:
         places = _Run(self._epochs)
         heads = [
-            _MARK_HEAD.pack(*places.place(item.key)) + (b"" if item.control else b"r" + item.key.sender)
+            _MARK_HEAD.pack(*places.place(item.key), item.key.bucket)
+            + (b"" if item.control else b"r" + item.key.sender)
             for item in run
         ]
         script_keys = [
@@ -153,7 +153,6 @@ class RedisCommitStore(RedisOwnership):
             keys.SLOT_FIELDS[run[0].partition], max(item.offset for item in run),
             *places.owner_arguments(),
             *heads,
-            *(keys.pending_field(item.key) for item in run),
             *(keys.pending_value(item.identity, item.reserved_at, item.seq) for item in run),
         ]  # fmt: skip
         return script_keys, arguments

@@ -20,7 +20,8 @@ Sequences and offsets are decimal text, so that a script computes with them with
 big-endian, times are u64 big-endian milliseconds:
 
     owner value       epoch u64 ‖ boot 16 ‖ supervisor 16 ‖ placement 16 ‖ stamp u64 ‖ released u8 ‖ label
-    pending field     bucket u8 ‖ tenant u32 ‖ conversation 16 ‖ sender 16 ‖ client_message_id 16
+    pending field     the cmidown key of the message: one argument less for each item, and at 67 bytes too
+                      long for the compact encoding, whose linear search costs more than a table does
     pending value     identity 36 ‖ reserved_at u64 ‖ sequence (decimal)
     committed value   identity 36 ‖ reserved_at u64 ‖ sequence (decimal) ‖ committed_at u64
     index element     bucket u8 ‖ tenant u32 ‖ conversation 16 ‖ committed_at u64 ‖ sequence (decimal)
@@ -46,10 +47,9 @@ SLOT_FIELDS: Final = tuple(b"%d" % slot for slot in range(SLOTS))
 HOUR_MS: Final = 3_600_000
 
 _TENANT = struct.Struct(">I")
-_FIELD_HEAD = struct.Struct(">BI")
 _VALUE_HEAD = struct.Struct(">36sQ")
 _EPOCH = struct.Struct(">Q")
-PENDING_FIELD_BYTES: Final = 53
+PENDING_FIELD_BYTES: Final = 67
 VALUE_HEAD_BYTES: Final = _VALUE_HEAD.size
 assert VALUE_HEAD_BYTES == 44
 
@@ -117,16 +117,16 @@ def position_key(group: str) -> bytes:
 
 
 def pending_field(key: MessageKey) -> bytes:
-    """The ids of a send in the per-instance hash of what is in flight."""
-    return _FIELD_HEAD.pack(key.bucket, key.tenant) + key.conversation + key.sender + key.client_message_id
+    """The name of a send in the per-instance hash of what is in flight."""
+    return committed_key(key)
 
 
 def parse_pending_field(field: bytes) -> MessageKey:
     """The inverse of `pending_field`; raises ValueError when the bytes are not one."""
     if len(field) != PENDING_FIELD_BYTES:
         raise ValueError(f"pending field of {len(field)} bytes")
-    bucket, tenant = _FIELD_HEAD.unpack_from(field)
-    return MessageKey._make((bucket, tenant, field[5:21], field[21:37], field[37:53]))
+    (tenant,) = _TENANT.unpack_from(field, 15)
+    return MessageKey._make((int(field[10:13]), tenant, field[19:35], field[35:51], field[51:67]))
 
 
 def pending_value(identity: bytes, reserved_at: int, seq: Seq) -> bytes:
