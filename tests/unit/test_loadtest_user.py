@@ -206,9 +206,9 @@ def test_refused_pull_is_tried_again() -> None:
     user, _ = logged_in(through=100)
     pushes(user, (100, 101))
     pull = one(user.due_frame(HELD_SECONDS_MAX))
-    user.receive(build_error(pull.request_id, ResourceExhausted()), 30.0)
-    assert user.due_frame(30.1) == b""
-    assert pull_of(user.due_frame(30.0 + GAP_SECONDS)) == PullMailbox(MailboxSeq(100), 300)
+    user.receive(build_error(pull.request_id, ResourceExhausted()), 12.0)
+    assert user.due_frame(12.1) == b""
+    assert pull_of(user.due_frame(12.0 + GAP_SECONDS)) == PullMailbox(MailboxSeq(100), 300)
 
 
 def test_end_of_the_connection_is_reported_with_its_code() -> None:
