@@ -209,7 +209,9 @@ class MemoryMailboxStore(MemoryOwnership):
         holds = any(
             entry in box
             for name, box in self.state.boxes.items()
-            if name[:3] == (slot, tenant, user) and name.day >= oldest and name.expires_at > self._clock.now_ms()
+            if name[:3] == (slot, tenant, user)
+            and name.day >= oldest
+            and name.expires_at > self._clock.now_ms()
         )
         return done(holds)
 
