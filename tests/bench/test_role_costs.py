@@ -65,6 +65,7 @@ async def _rig() -> Rig:
     rig = await Rig().prepare()
     for name in ("commits", "mailboxes", "outbox", "dispatch"):
         setattr(rig, name, Timed(getattr(rig, name)._inner))
+    rig.all_commits, rig.all_mailboxes = [rig.commits], [rig.mailboxes]
     return rig
 
 

@@ -225,13 +225,20 @@ class Roles(NamedTuple):
 class Rig:
     """One memory instance of everything, and what the tests ask of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, instances: int = 1) -> None:
         self.clock = ManualClock()
-        self.placement = Placement(1, 1, 1)
-        self.commit_state = CommitState()
-        self.mailbox_state = MailboxState()
-        self.commits: Any = Faulty(MemoryCommitStore(self.clock, self.commit_state))
-        self.mailboxes: Any = Faulty(MemoryMailboxStore(self.clock, self.mailbox_state))
+        self.placement = Placement(1, instances, instances)
+        self.commit_states = [CommitState() for _instance in range(instances)]
+        self.mailbox_states = [MailboxState() for _instance in range(instances)]
+        self.commit_state, self.mailbox_state = self.commit_states[0], self.mailbox_states[0]
+        self.all_commits: list[Any] = [
+            Faulty(MemoryCommitStore(self.clock, state)) for state in self.commit_states
+        ]
+        self.all_mailboxes: list[Any] = [
+            Faulty(MemoryMailboxStore(self.clock, state)) for state in self.mailbox_states
+        ]
+        self.commits, self.mailboxes = self.all_commits[0], self.all_mailboxes[0]
+        """The first of each; most tests have no other."""
         self.outbox: Any = Faulty(MemoryCommitLog(self.clock))
         self.dispatch: Any = Faulty(MemoryCommitLog(self.clock))
         self.metrics = Metrics()
@@ -245,7 +252,8 @@ class Rig:
     async def prepare(self, *, base: int = 1) -> "Rig":
         await self.claim()
         bases = dict.fromkeys(ALL_SLOTS, MailboxSeq(base))
-        await self.mailboxes.initialise_shards(bases, await self.dispatch.identity())
+        for store in self.all_mailboxes:
+            await store.initialise_shards(bases, await self.dispatch.identity())
         return self
 
     async def claim(self) -> None:
@@ -254,8 +262,8 @@ class Rig:
         claim = SlotClaim(
             ALL_SLOTS, BootId(self._boots.to_bytes(16, "big")), b"v" * 16, "here", self.placement.digest()
         )
-        await self.commits.claim(claim)
-        await self.mailboxes.claim(claim)
+        for store in (*self.all_commits, *self.all_mailboxes):
+            await store.claim(claim)
 
     def roles(
         self,
@@ -263,6 +271,7 @@ class Rig:
         failpoints: Mapping[str, Action] | None = None,
         lanes: int = 4,
         slots: Sequence[SlotId] = ALL_SLOTS,
+        company_wait_us: int = 0,
     ) -> Roles:
         shared: dict[str, Any] = {
             "placement": self.placement,
@@ -271,12 +280,19 @@ class Rig:
             "failpoints": Failpoints(failpoints),
             "on_fatal": self.fatal.append,
         }
-        writer = Writer(worker=WorkerId(0), stores=[self.commits], outbox=self.outbox, lanes=lanes, **shared)
+        writer = Writer(
+            worker=WorkerId(0),
+            stores=self.all_commits,
+            outbox=self.outbox,
+            lanes=lanes,
+            company_wait_us=company_wait_us,
+            **shared,
+        )
         fanout = Fanout(
-            slots=slots, stores=[self.commits], outbox=self.outbox, dispatch=self.dispatch, **shared
+            slots=slots, stores=self.all_commits, outbox=self.outbox, dispatch=self.dispatch, **shared
         )
         mailbox = Mailbox(
-            slots=slots, stores=[self.mailboxes], dispatch=self.dispatch, presence=self.presence,
+            slots=slots, stores=self.all_mailboxes, dispatch=self.dispatch, presence=self.presence,
             pusher=self.pusher, **shared,
         )  # fmt: skip
         return Roles(writer, fanout, mailbox)
@@ -327,7 +343,8 @@ class Rig:
         after = MailboxSeq(0)
         while True:
             query = MailboxPageQuery(TENANT, user, shard_of(user), after, 300, 196_608, MailboxSeq(0), 0)
-            (page,) = await self.mailboxes.read_mailbox([query])
+            store = self.all_mailboxes[self.placement.mailbox_instance_of(shard_of(user))]
+            (page,) = await store.read_mailbox([query])
             entries += [(seq, decode_entry(entry).conversation_seq) for seq, entry in page.entries]
             after = page.covered_through
             if not page.more:

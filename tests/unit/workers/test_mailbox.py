@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from qim.adapters.ownership_memory import done
 from qim.domain.mailbox import read_dispatch
 from qim.domain.presence import Session
 from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
 from qim.ids import DeviceId, Epoch, MailboxSeq, Offset, SessionId, SlotId, UserId, WorkerId
-from qim.ports import MailboxWrite
+from qim.ports import MailboxWrite, Materialised
 from qim.wire.bodies import MailboxBatch, PullMailbox, encode_body
 from qim.wire.layout import Op
 from tests.unit.workers.rig import (
@@ -290,6 +291,37 @@ async def test_a_failed_step_of_the_general_path_leaves_w_and_is_repeated(
     if step != "finish_dispatch":
         first = rig.mailboxes.calls.index("finish_dispatch")
         assert rig.mailboxes.calls[:first].count(step) >= 3, "no finish before every step succeeded"
+
+
+@pytest.mark.shows("M3", "M5")
+@pytest.mark.parametrize("answer", [Materialised.GAP, Materialised.MISMATCH])
+async def test_an_append_that_was_not_done_is_never_followed_by_a_finish(
+    rig: Rig, mailbox: Mailbox, answer: Materialised
+) -> None:
+    await _begin_elsewhere(rig, A)
+    inner = rig.mailboxes._inner
+    append, answers = inner.append_entries, [answer]
+    inner.append_entries = lambda *args: done(answers.pop()) if answers else append(*args)
+    await _feed(rig, 1, 2)
+    async with rig.running(mailbox):
+        if answer is Materialised.MISMATCH:
+            await _stops(mailbox, rig, A)
+            assert "finish_dispatch" not in rig.mailboxes.calls
+            await mailbox.retry(A)
+        await _reaches(mailbox, rig, {A: 2})
+    assert rig.mailboxes.calls.count("append_entries") == 2
+    assert await rig.sequences_of(ALICE) == [1, 2]
+
+
+@pytest.mark.shows("M4")
+async def test_a_store_that_has_lost_its_watermark_is_not_written_to(rig: Rig, mailbox: Mailbox) -> None:
+    await _feed(rig, 1, 2, 3)
+    async with rig.running(mailbox):
+        await _reaches(mailbox, rig, {A: 3})
+        rig.mailbox_state.shards[A] = rig.mailbox_state.shards[A]._replace(watermark=MailboxSeq(1))
+        await _feed(rig, 4)
+        assert "lost the watermark" in await _stops(mailbox, rig, A)
+        await _reaches(mailbox, rig, {B: 4})
 
 
 @pytest.mark.shows("F-01", "M7", "M4")

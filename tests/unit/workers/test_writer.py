@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from qim.adapters.commits_memory import MemoryCommitStore
 from qim.errors import StoreBroken, StoreError, StoreRefused, StoreUnknown
 from qim.ids import Seq, WorkerId
 from qim.limits import WRITER_WAITING_MESSAGES_MAX
@@ -326,11 +327,11 @@ async def test_a_stale_owner_commits_nothing_and_says_so_at_once(rig: Rig, write
 
 
 def _successor(rig: Rig) -> Rig:
+    """Another process at the same instance, with a later boot."""
     other = Rig()
     other._boots = 7
     other.clock = rig.clock
-    other.commit_state = rig.commit_state
-    other.commits = type(rig.commits)(type(rig.commits._inner)(rig.clock, rig.commit_state))
+    other.all_commits = [MemoryCommitStore(rig.clock, rig.commit_state)]
     return other
 
 
@@ -387,3 +388,46 @@ async def test_what_was_accepted_is_finished_before_a_drain_ends(rig: Rig, write
     assert rig.alice.errors == [UNAVAILABLE]
     assert rig.head() == (1_000, 1_000)
     assert slot_of_conversation() == BUCKET // 4
+
+
+@pytest.mark.shows("C4")
+async def test_the_recoverer_leaves_alone_what_a_pass_still_works_on(rig: Rig, writer: Writer) -> None:
+    durable = rig.outbox.hold("append")
+    async with rig.running(writer):
+        rig.send(writer, 1)
+        await happens(lambda: "append" in rig.outbox.calls, what="the append")
+        rig.clock.advance(milliseconds=3_000)
+        assert await writer.recover_once() == 0
+        durable.set()
+        await _answered(rig, 1)
+    assert await _outbox_records(rig) == 1
+
+
+async def test_a_pass_that_waits_for_company_keeps_the_order_and_grows(rig: Rig) -> None:
+    writer = rig.roles(company_wait_us=2_000).writer
+    async with rig.running(writer):
+        rig.send(writer, 1)
+        await stays(lambda: True, what="a moment", period_seconds=0.001)
+        rig.send(writer, 2, 3)
+        await _answered(rig, 3)
+        rig.send(writer, 4)
+        await _answered(rig, 4)
+    assert [ack.conversation_seq for ack in rig.alice.acks] == [1, 2, 3, 4]
+    assert [ack.client_message_id for ack in rig.alice.acks] == [message_id(number) for number in range(1, 5)]
+
+
+@pytest.mark.shows("C8")
+async def test_each_conversation_is_committed_on_the_instance_of_its_bucket() -> None:
+    rig = await Rig(instances=2).prepare()
+    writer, fanout, mailbox = rig.roles()
+    users = [f"user-{number:011}".encode() for number in range(40)]
+    async with rig.running(writer, fanout, mailbox):
+        for number, user in enumerate(users):
+            rig.send(writer, number, target=user)
+        await _answered(rig, len(users))
+        await rig.settled(fanout, mailbox)
+    assert len(rig.alice.acks) == len(users)
+    first, second = rig.commit_states
+    assert {bucket // 4 < 32 for bucket, _tenant, _conversation in first.conversations} == {True}
+    assert {bucket // 4 < 32 for bucket, _tenant, _conversation in second.conversations} == {False}
+    assert sorted(await rig.sequences_of(rig.alice.user)) == [1] * len(users)
