@@ -9,6 +9,7 @@ nothing was written, so it becomes *unknown* when another run of the same call d
 import asyncio
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from qim.adapters.redis_pipe import OnReply
@@ -37,21 +38,27 @@ class Answers(Generic[T]):
     ) -> OnReply:
         """`on_error` may turn an error into a decoded answer; it gives None to leave it an error."""
 
-        def on_reply(reply: object) -> None:
-            try:
-                if not isinstance(reply, StoreError):
-                    self._decoded[at] = decode(reply)
-                elif on_error is None or (answer := on_error(reply)) is None:
-                    self._errors.append(reply)
-                else:
-                    self._decoded[at] = answer
-            except (TypeError, ValueError, LookupError, AttributeError, struct.error) as error:
-                self._errors.append(StoreBroken(f"a reply of the wrong shape: {str(reply)[:200]}: {error}"))
-            self._missing -= 1
-            if self._missing == 0 and not self.future.done():
-                self._finish()
+        return partial(self._on_reply, at, decode, on_error)
 
-        return on_reply
+    def _on_reply(
+        self,
+        at: int,
+        decode: Callable[[Any], Any],
+        on_error: Callable[[StoreError], Any] | None,
+        reply: object,
+    ) -> None:
+        try:
+            if not isinstance(reply, StoreError):
+                self._decoded[at] = decode(reply)
+            elif on_error is None or (answer := on_error(reply)) is None:
+                self._errors.append(reply)
+            else:
+                self._decoded[at] = answer
+        except (TypeError, ValueError, LookupError, AttributeError, struct.error) as error:
+            self._errors.append(StoreBroken(f"a reply of the wrong shape: {str(reply)[:200]}: {error}"))
+        self._missing -= 1
+        if self._missing == 0 and not self.future.done():
+            self._finish()
 
     def _finish(self) -> None:
         if not self._errors:

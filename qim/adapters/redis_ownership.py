@@ -8,9 +8,9 @@ STALE_OWNER. When another process takes a slot over, nothing here notices: the s
 import asyncio
 from typing import Any, Final
 
+from qim.adapters.redis_answers import Answers
 from qim.adapters.redis_keys import OWNER, SLOT_FIELDS, pack_epoch
 from qim.adapters.redis_pipe import RedisPipe
-from qim.errors import StoreBroken, StoreError
 from qim.ids import Epoch, SlotId
 from qim.limits import CLAIM_FRESH_MS, SLOTS
 from qim.ports import ClaimRefusal, ClaimResult, SlotClaim
@@ -27,26 +27,15 @@ class RedisOwnership:
         """Packed epoch per slot, ready to be an argument of a script."""
 
     def claim(self, claim: SlotClaim) -> asyncio.Future[ClaimResult]:
-        future: asyncio.Future[ClaimResult] = asyncio.get_running_loop().create_future()
-
-        def on_reply(reply: Any) -> None:  # noqa: ANN401 - the shape of a reply is checked by decoding it
-            if future.done():
-                return
-            try:
-                if isinstance(reply, StoreError):
-                    raise reply
-                result = _decode_claim(claim, reply)
-            except StoreError as error:
-                future.set_exception(error)
-            except (TypeError, ValueError, IndexError) as error:
-                future.set_exception(StoreBroken(f"claim_slot answered {reply!r}: {error}"))
-            else:
-                for slot, epoch in result.epochs.items():
-                    self._epochs[slot] = pack_epoch(epoch)
-                future.set_result(result)
-
+        answers: Answers[ClaimResult] = Answers(1, lambda parts: self._remember(parts[0]))
+        on_reply = answers.part(0, lambda reply: _decode_claim(claim, reply))
         self._pipe.submit_script("claim_slot", [OWNER], _arguments("claim", claim), on_reply)
-        return future
+        return answers.future
+
+    def _remember(self, result: ClaimResult) -> ClaimResult:
+        for slot, epoch in result.epochs.items():
+            self._epochs[slot] = pack_epoch(epoch)
+        return result
 
     def release(self, claim: SlotClaim) -> asyncio.Future[None]:
         return self._pipe.script("claim_slot", [OWNER], _arguments("release", claim))
