@@ -47,7 +47,7 @@ class Presence:
         self._placement = placement
         self._mailboxes = mailboxes
         self._answers = answers
-        self._table = table or PresenceTable()
+        self._table = table if table is not None else PresenceTable()
         self._unknown: Inbox[tuple[Session, int]] = Inbox(items_max=limits.PRESENCE_SESSIONS_MAX, bytes_max=1)
 
     def __len__(self) -> int:

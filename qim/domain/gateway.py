@@ -101,7 +101,7 @@ class TokenBucket:
         if elapsed > 0:
             tokens = self._tokens + elapsed * self._per_second
             # Runs four times per read of a socket, and a comparison costs a third of a call of min().
-            self._tokens = tokens if tokens < self._burst else self._burst  # noqa: FURB136
+            self._tokens = tokens if tokens < self._burst else self._burst  # noqa: FURB136 - see above
             self._filled_at = now_seconds
         return self._tokens
 
