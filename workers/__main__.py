@@ -16,7 +16,7 @@ from qim.errors import ConfigError, ExitCode, GuardRefused, QimError, StoreError
 if TYPE_CHECKING:
     from qim.config import Config as Tree
 
-app = App(name="qim", help="A durable instant-messaging server.", version_flags=[])
+app = App(name="qim", help="A durable instant-messaging server.", version_flags=[], help_format="plaintext")
 config_app = App(name="config", help="Look at the configuration: check, show.")
 app.command(config_app)
 

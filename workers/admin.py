@@ -18,9 +18,10 @@ from typing import Any, Final
 
 from structlog import get_logger
 
-from qim.clock import Clock, SystemClock
+from qim.clock import SystemClock
 from qim.config import Config
 from qim.ctl import protocol
+from qim.domain.growth import Estimate, FirstLook, estimate
 from qim.domain.placement import Placement
 from qim.domain.supervisor import ChildState, Stage
 from qim.errors import ControlError, ControlRefused, ControlUnreachable, ExitCode
@@ -37,6 +38,8 @@ from workers.vitals import Vitals
 SCHEMA: Final = 1
 ASK_SECONDS_MAX: Final = 5.0
 SAMPLE_SECONDS: Final = 1.0
+ANSWERED: Final = ("slots", "connections", "commits", "loop_lag_ms")
+"""Of a row of `status`: what only the worker itself can tell."""
 OF_A_SLOT: Final = ("mailbox.retry", "mailbox.skip", "mailbox.redeliver", "outbox.retry", "outbox.skip")
 OF_ALL: Final = ("slots", "lag", "mailbox.show", "outbox.show")
 
@@ -69,7 +72,7 @@ class Admin:
         self._context = context
         self._workers = range(job.placement.workers)
         self._clock = SystemClock()
-        self._growth = Growth(self._clock)
+        self._first_look: FirstLook | None = None
         self._ended = asyncio.Event()
 
     async def run(self) -> int:
@@ -164,33 +167,54 @@ class Admin:
         )
 
     async def _stores(self) -> list[Answer]:
-        """Asked of worker 0, which knows every server; nothing while it cannot answer."""
+        """A row per server. Asked of worker 0, which knows all of them; without numbers while it cannot."""
         try:
             answer = await self._ask(0, "stores", {})
-        except ControlError:
-            return []
-        return [row | self._growth.judge(row, messages=answer["messages"]) for row in answer["stores"]]
+        except ControlError as error:
+            unknown = Estimate(None, None, f"worker 0 cannot tell: {error}")
+            names = ("roles", "used_bytes", "max_bytes", "max_is", "evicted", "messages")
+            config = self._job.config
+            urls = dict.fromkeys((*config.redis.core, *config.mailbox_urls, config.log_url))
+            return [{"store": url, **dict.fromkeys(names), **unknown._asdict()} for url in urls]
+        return [self._judge(row, messages=answer["messages"]) for row in answer["stores"]]
+
+    def _judge(self, row: Answer, *, messages: int) -> Answer:
+        now_ms = int(self._clock.monotonic() * 1000)
+        if self._first_look is None:
+            self._first_look = FirstLook(messages, now_ms)
+        found = estimate(
+            used_bytes=row["used_bytes"],
+            empty_bytes=row.pop("empty_bytes"),
+            max_bytes=row["max_bytes"],
+            messages=messages,
+            first=self._first_look,
+            now_ms=now_ms,
+        )
+        return row | {"messages": messages} | found._asdict()
 
     async def _sample(self) -> None:
         """A first look soon after the start, so that growth has a beginning before anybody asks."""
-        while not await self._stores():
+        while self._first_look is None:
+            await self._stores()
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _row(self, worker: int, answer: Answer | ControlError) -> Answer:
         record = self._context.page.record(self._job.first_worker + worker)
-        row: Answer = {"worker": worker, **_seen_in_page(record)}
+        now_ns = int(self._clock.monotonic() * 1_000_000_000)
+        seen = _seen_in_page(record, now_ns=now_ns)
         reasons = (
             [] if record.state is ChildState.READY else [f"worker {worker} is {record.state.name.lower()}"]
         )
         if isinstance(answer, ControlError):
             reasons.append(f"worker {worker} does not answer: {answer}")
-            return row | {"slots": None, "connections": None, "commits": None, "reasons": reasons}
-        if answer["waiting_for"]:
-            reasons.append(f"worker {worker} waits: {answer['waiting_for']}")
-        reasons += [f"worker {worker}: {what}" for what in answer["stopped"]]
-        reasons += [f"worker {worker}: {what} is {state}" for what, state in answer["not_ready"].items()]
-        shown = {name: answer[name] for name in ("slots", "connections", "commits")}
-        return row | shown | {"reasons": reasons}
+            answered: Answer = dict.fromkeys(ANSWERED)
+        else:
+            answered = {name: answer[name] for name in ANSWERED}
+            if answer["waiting_for"]:
+                reasons.append(f"worker {worker} waits: {answer['waiting_for']}")
+            reasons += [f"worker {worker}: {what}" for what in answer["stopped"]]
+            reasons += [f"worker {worker}: {what} is {state}" for what, state in answer["not_ready"].items()]
+        return {"worker": worker, **seen, **answered, "reasons": reasons}
 
 
 class _Joined:
@@ -225,40 +249,13 @@ class _Forwarded:
         return {"schema": SCHEMA, **await self._admin.ask_slot(self._command, slot=slot, arguments=arguments)}
 
 
-class Growth:
-    """How long the stores last: what a message costs them, and how many came since this process began."""
-
-    MESSAGES_MIN: Final = 200
-    """Fewer say more about an empty server than about messages."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began = clock.monotonic()
-        self._first: int | None = None
-
-    def judge(self, row: Mapping[str, Any], *, messages: int) -> Answer:
-        """`bytes_per_message` and `days_left`; None while too little was seen."""
-        if self._first is None:
-            self._first, self._began = messages, self._clock.monotonic()
-        if messages < self.MESSAGES_MIN:
-            return {"bytes_per_message": None, "days_left": None}
-        each = row["used_bytes"] / messages
-        fresh, seconds = messages - self._first, self._clock.monotonic() - self._began
-        if fresh < self.MESSAGES_MIN or not row["limit_bytes"]:
-            return {"bytes_per_message": each, "days_left": None}
-        bytes_per_day = each * fresh / seconds * 86_400
-        return {
-            "bytes_per_message": each,
-            "days_left": max(0.0, (row["limit_bytes"] - row["used_bytes"]) / bytes_per_day),
-        }
-
-
-def _seen_in_page(record: HeartbeatRecord) -> Answer:
+def _seen_in_page(record: HeartbeatRecord, *, now_ns: int) -> Answer:
     seen = read_snapshot(record.read_snapshot())
     rss = seen.get("rss_bytes")
     return {
-        "pid": record.pid,
+        "pid": record.pid or None,
         "state": record.state.name.lower(),
-        "starts": record.generation,
+        "silent_ms": max(0, now_ns - record.stamp_ns) // 1_000_000 if record.stamp_ns else None,
+        "restarts": max(0, record.generation - 1),
         "rss_bytes": int(rss) if isinstance(rss, int | float) else None,
     }

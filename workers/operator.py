@@ -1,6 +1,6 @@
 """The operator's commands of one worker: what it is asked and told over its control socket.
 
-    status                                 state, what it waits for, connections, memory, what is stopped
+    status                                 what it waits for, connections, lag of its loop, what is stopped
     slots                                  epoch and watermark of each slot, and whether it is stopped
     lag                                    records between each consumer and the end of its log
     stores                                 memory of each server, messages ever committed
@@ -56,6 +56,7 @@ class _Operator:
             "waiting_for": worker.waiting_for,
             "connections": metrics.connections,
             "commits": metrics.writer_commits,
+            "loop_lag_ms": worker.loop_lag_ms,
             "stopped": self._stopped(roles) if roles is not None else [],
             "not_ready": dict(roles.not_ready) if roles is not None else {},
         }
@@ -67,7 +68,10 @@ class _Operator:
             slot: epoch for found in claims.epochs.values() for slot, epoch in found.items()
         }  # fmt: skip
         watermarks = roles.mailbox.watermarks
-        stopped = set(roles.mailbox.stopped) | set(roles.fanout.stopped)
+        stopped = {slot: f"mailbox: {at.reason}" for slot, at in roles.mailbox.stopped.items()}
+        for slot, at in roles.fanout.stopped.items():
+            also = f"{stopped[slot]}; " if slot in stopped else ""
+            stopped[slot] = f"{also}fanout: {at.reason}"
         return {
             "slots": [
                 {
@@ -76,6 +80,7 @@ class _Operator:
                     "epoch": epochs.get(slot),
                     "watermark": watermarks.get(slot),
                     "stopped": slot in stopped,
+                    "reason": stopped.get(slot),
                 }
                 for slot in self._worker.slots
             ]

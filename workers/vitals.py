@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import resource
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from qim.metrics import Metrics
 from workers.heartbeat import HeartbeatRecord
 
 PUBLISH_EVERY_BEATS: Final = 1000 // HEARTBEAT_INTERVAL_MS
+RECENT_BEATS: Final = 60_000 // HEARTBEAT_INTERVAL_MS
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -41,6 +43,7 @@ class Vitals:
         self._before_publish = before_publish
         self._due = 0.0
         self._beats = 0
+        self._late_seconds: deque[float] = deque(maxlen=RECENT_BEATS)
         self._collection_began = 0.0
 
     def start(self) -> None:
@@ -52,9 +55,16 @@ class Vitals:
     def now_ns(self) -> int:
         return int(self._clock.monotonic() * 1_000_000_000)
 
+    @property
+    def loop_lag_ms(self) -> float:
+        """How late the latest of the last minute's beats was: what a message had to wait at worst."""
+        return max(self._late_seconds, default=0.0) * 1000
+
     def _beat(self) -> None:
         now = self._clock.monotonic()
-        self._metrics.loop_lag.observe(max(0.0, now - self._due))
+        late = max(0.0, now - self._due)
+        self._metrics.loop_lag.observe(late)
+        self._late_seconds.append(late)
         self._record.stamp(int(now * 1_000_000_000))
         self._beats += 1
         if self._beats % PUBLISH_EVERY_BEATS == 0:

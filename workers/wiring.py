@@ -52,16 +52,19 @@ class Instance(NamedTuple):
         check_identities(facts, self.expected, where=self.where)
 
     async def memory(self) -> dict[str, object]:
-        """What the server holds and may hold; the host's memory where it has no limit of its own."""
+        """What the server holds, held when empty, and may hold: the host's memory if it has no limit."""
         facts: dict[str, str] = {}
         for section in ("memory", "stats"):
             text: bytes = await self.pipe.command("INFO", section)
             facts |= dict(line.partition(":")[::2] for line in text.decode().splitlines() if ":" in line)
+        limit = int(facts["maxmemory"])
         return {
             "store": self.where,
             "roles": ", ".join(identity.role for identity in self.expected),
             "used_bytes": int(facts["used_memory"]),
-            "limit_bytes": int(facts["maxmemory"]) or int(facts.get("total_system_memory", 0)),
+            "empty_bytes": int(facts.get("used_memory_startup", 0)),
+            "max_bytes": limit or int(facts.get("total_system_memory", 0)),
+            "max_is": "maxmemory" if limit else "memory of the host",
             "evicted": int(facts["evicted_keys"]),
         }
 

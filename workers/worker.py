@@ -123,6 +123,10 @@ class Worker:
             raise StoreRefused("the stores are not connected yet")
         return self._stores
 
+    @property
+    def loop_lag_ms(self) -> float:
+        return self._vitals.loop_lag_ms
+
     async def run(self) -> int:
         """Until drained or failed; returns the exit code."""
         self._vitals.start()
@@ -265,7 +269,7 @@ class Worker:
                 part.cancel()
 
     async def _recheck(self, back: asyncio.Event) -> None:
-        """A server that comes back may be an empty or a foreign one: it is asked again, then claimed again."""
+        """A server that comes back may be empty or foreign: it is asked again, then claimed again."""
         assert self._stores is not None
         assert self.claims is not None
         while True:

@@ -14,15 +14,16 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from qim.ctl import commands
-from qim.errors import ExitCode, QimError
+from qim.errors import ControlError, ExitCode, QimError
 
-app = App(name="qimctl", help="Look after a qim server.", version_flags=[])
+app = App(name="qimctl", help="Look after a qim server.", version_flags=[], help_format="plaintext")
 mailbox_app = App(name="mailbox", help="Stopped mailbox shards: show, retry, skip, redeliver one record.")
 outbox_app = App(name="outbox", help="Stopped Outbox partitions: show, retry, skip one record.")
 app.command(mailbox_app)
 app.command(outbox_app)
 
 Socket = Annotated[Path | None, Parameter(name="--socket", help="control socket of the admin process")]
+DataDir = Annotated[Path | None, Parameter(name="--data-dir", help="data folder of qim dev")]
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="print the result as one JSON object")]
 Yes = Annotated[bool, Parameter(name="--yes", negative=(), help="do not ask")]
 DryRun = Annotated[bool, Parameter(name="--dry-run", negative=(), help="say what would be done, do nothing")]
@@ -32,21 +33,23 @@ Rest = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
 
 @app.command
-def status(*, socket: Socket = None, json: Json = False) -> int:
+def status(*, socket: Socket = None, data_dir: DataDir = None, json: Json = False) -> int:
     """Whether the server is ready, its workers and stores, bytes per message and days left."""
-    return _show(lambda: commands.status(commands.control_socket(socket)), json=json, healthy="ready")
+    return _show(
+        lambda: commands.status(commands.control_socket(socket, data_dir)), json=json, healthy="ready"
+    )
 
 
 @app.command
-def slots(*, socket: Socket = None, json: Json = False) -> int:
+def slots(*, socket: Socket = None, data_dir: DataDir = None, json: Json = False) -> int:
     """Every slot: its worker, owner epoch, watermark, and whether it is stopped."""
-    return _show(lambda: commands.slots(commands.control_socket(socket)), json=json)
+    return _show(lambda: commands.slots(commands.control_socket(socket, data_dir)), json=json)
 
 
 @app.command
-def lag(*, socket: Socket = None, json: Json = False) -> int:
+def lag(*, socket: Socket = None, data_dir: DataDir = None, json: Json = False) -> int:
     """How many records each consumer is behind the end of its log."""
-    return _show(lambda: commands.lag(commands.control_socket(socket)), json=json)
+    return _show(lambda: commands.lag(commands.control_socket(socket, data_dir)), json=json)
 
 
 @app.command
@@ -68,17 +71,21 @@ def audit(*arguments: Rest) -> int:
 
 
 @mailbox_app.command(name="show")
-def mailbox_show(*, socket: Socket = None, json: Json = False) -> int:
+def mailbox_show(*, socket: Socket = None, data_dir: DataDir = None, json: Json = False) -> int:
     """The shards that stopped, the record that stopped each, and why. Exit 1 when there is one."""
     return _show(
-        lambda: commands.mailbox(commands.control_socket(socket), "show"), json=json, empty="stopped"
+        lambda: commands.mailbox(commands.control_socket(socket, data_dir), "show"),
+        json=json,
+        empty=("stopped", "unfinished"),
     )
 
 
 @mailbox_app.command(name="retry")
-def mailbox_retry(slot: Slot, *, socket: Socket = None, json: Json = False) -> int:
+def mailbox_retry(slot: Slot, *, socket: Socket = None, data_dir: DataDir = None, json: Json = False) -> int:
     """Try the record that stopped the shard once more. Changes nothing else."""
-    return _show(lambda: commands.mailbox(commands.control_socket(socket), "retry", slot=slot), json=json)
+    return _show(
+        lambda: commands.mailbox(commands.control_socket(socket, data_dir), "retry", slot=slot), json=json
+    )
 
 
 @mailbox_app.command(name="skip")
@@ -87,12 +94,22 @@ def mailbox_skip(
     offset: Offset,
     *,
     socket: Socket = None,
+    data_dir: DataDir = None,
     json: Json = False,
     yes: Yes = False,
     dry_run: DryRun = False,
 ) -> int:
     """Finish one record as skipped: its recipients do not get it unless it is redelivered."""
-    return _act("mailbox", "skip", slot, offset, socket=socket, json=json, yes=yes, dry_run=dry_run)
+    return _act(
+        "mailbox",
+        "skip",
+        slot,
+        offset,
+        place=commands.control_socket(socket, data_dir),
+        json=json,
+        yes=yes,
+        dry_run=dry_run,
+    )
 
 
 @mailbox_app.command(name="redeliver")
@@ -101,24 +118,40 @@ def mailbox_redeliver(
     offset: Offset,
     *,
     socket: Socket = None,
+    data_dir: DataDir = None,
     json: Json = False,
     yes: Yes = False,
     dry_run: DryRun = False,
 ) -> int:
     """Append a skipped record again, for the recipients who do not hold it."""
-    return _act("mailbox", "redeliver", slot, offset, socket=socket, json=json, yes=yes, dry_run=dry_run)
+    return _act(
+        "mailbox",
+        "redeliver",
+        slot,
+        offset,
+        place=commands.control_socket(socket, data_dir),
+        json=json,
+        yes=yes,
+        dry_run=dry_run,
+    )
 
 
 @outbox_app.command(name="show")
-def outbox_show(*, socket: Socket = None, json: Json = False) -> int:
+def outbox_show(*, socket: Socket = None, data_dir: DataDir = None, json: Json = False) -> int:
     """The partitions whose fanout stopped, the record that stopped each, and why. Exit 1 if there is one."""
-    return _show(lambda: commands.outbox(commands.control_socket(socket), "show"), json=json, empty="stopped")
+    return _show(
+        lambda: commands.outbox(commands.control_socket(socket, data_dir), "show"),
+        json=json,
+        empty=("stopped", "unfinished"),
+    )
 
 
 @outbox_app.command(name="retry")
-def outbox_retry(slot: Slot, *, socket: Socket = None, json: Json = False) -> int:
+def outbox_retry(slot: Slot, *, socket: Socket = None, data_dir: DataDir = None, json: Json = False) -> int:
     """Try the record that stopped the partition once more."""
-    return _show(lambda: commands.outbox(commands.control_socket(socket), "retry", slot=slot), json=json)
+    return _show(
+        lambda: commands.outbox(commands.control_socket(socket, data_dir), "retry", slot=slot), json=json
+    )
 
 
 @outbox_app.command(name="skip")
@@ -127,12 +160,22 @@ def outbox_skip(
     offset: Offset,
     *,
     socket: Socket = None,
+    data_dir: DataDir = None,
     json: Json = False,
     yes: Yes = False,
     dry_run: DryRun = False,
 ) -> int:
     """Go on behind one record: nobody gets it. It stays in the Outbox for the log's retention."""
-    return _act("outbox", "skip", slot, offset, socket=socket, json=json, yes=yes, dry_run=dry_run)
+    return _act(
+        "outbox",
+        "skip",
+        slot,
+        offset,
+        place=commands.control_socket(socket, data_dir),
+        json=json,
+        yes=yes,
+        dry_run=dry_run,
+    )
 
 
 def _act(
@@ -141,14 +184,13 @@ def _act(
     slot: int,
     offset: int,
     *,
-    socket: Path | None,
+    place: Path,
     json: bool,
     yes: bool,
     dry_run: bool,
 ) -> int:
     """A change that cannot be undone: named, confirmed, then the state is read again."""
     ask = {"mailbox": commands.mailbox, "outbox": commands.outbox}[what]
-    place = commands.control_socket(socket)
     target = f"{what} {action}: slot {slot}, offset {offset}"
     if dry_run:
         print(f"would do: {target}", file=sys.stderr)
@@ -170,14 +212,18 @@ def _confirmed(target: str) -> bool:
 
 
 def _show(
-    command: Callable[[], dict[str, Any]], *, json: bool, healthy: str | None = None, empty: str | None = None
+    command: Callable[[], dict[str, Any]],
+    *,
+    json: bool,
+    healthy: str | None = None,
+    empty: tuple[str, ...] = (),
 ) -> int:
-    """Prints a result. Exit 1 when `healthy` is false, or the list `empty` is not."""
-    from qim.ctl import protocol, render
+    """Prints a result. Exit 1 when `healthy` is false, or something that must be `empty` is not."""
+    from qim.ctl import render
 
     try:
         result = command()
-    except protocol.ControlError as error:
+    except ControlError as error:
         print(f"qimctl: {error}", file=sys.stderr)
         return error.exit_code
     except QimError as error:
@@ -186,12 +232,8 @@ def _show(
     if json:
         print(render.to_json(result))
     else:
-        from rich.console import Console
-
-        render.show(result, console=Console())
-    unhealthy = (healthy is not None and not result.get(healthy)) or (
-        empty is not None and bool(result.get(empty))
-    )
+        render.show(result, console=render.open_console())
+    unhealthy = (healthy is not None and not result.get(healthy)) or any(map(result.get, empty))
     return ExitCode.NO if unhealthy else ExitCode.OK
 
 

@@ -5,8 +5,8 @@ asks the workers that own the slots, and what comes back is the answer of the pr
 on it. Commands that work without a server (`init`, `token`, `audit`) run as a process of `qim`, because only
 `qim` speaks to stores; standard output and exit code pass through unchanged.
 
-Where the socket is: `--socket`, else the environment variable QIM_CONTROL_SOCKET, else the first of
-`.qim-dev/run/control.sock` and `/run/qim/control.sock` that exists.
+Where the socket is: `--socket`, else in the folder of `--data-dir`, else the environment variable
+QIM_CONTROL_SOCKET, else the first of `.qim-dev/run/control.sock` and `/run/qim/control.sock` that exists.
 """
 
 import os
@@ -19,19 +19,27 @@ from typing import Any, Final
 from qim.ctl import protocol
 
 SOCKET_VARIABLE: Final = "QIM_CONTROL_SOCKET"
-SOCKET_PLACES: Final = (Path(".qim-dev/run/control.sock"), Path("/run/qim/control.sock"))
+DEV_SOCKET: Final = "run/control.sock"
+"""Inside the data folder of `qim dev`."""
+SOCKET_PLACES: Final = (Path(".qim-dev", DEV_SOCKET), Path("/run/qim/control.sock"))
 
 Result = dict[str, Any]
 
 
-def control_socket(given: Path | None) -> Path:
-    """The socket of the admin process; the last place is named in the error when none exists."""
+def control_socket(given: Path | None, data_dir: Path | None = None) -> Path:
+    """The socket of the admin process; the last place is named in the error when none exists.
+
+    Links are followed here: the folder of sockets may be a link to a place with a shorter path, and only the
+    shorter one fits into a socket address.
+    """
     if given is not None:
         return given
+    if data_dir is not None:
+        return (data_dir / DEV_SOCKET).resolve()
     named = os.environ.get(SOCKET_VARIABLE)
     if named:
         return Path(named)
-    return next((place for place in SOCKET_PLACES if place.exists()), SOCKET_PLACES[-1])
+    return next((place.resolve() for place in SOCKET_PLACES if place.exists()), SOCKET_PLACES[-1])
 
 
 def ask(socket: Path, command: str, arguments: Mapping[str, Any] | None = None) -> Result:

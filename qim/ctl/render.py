@@ -6,6 +6,7 @@ characters of foreign text are escaped, so that no text can repaint the operator
 standard output; messages go to standard error.
 """
 
+import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -14,6 +15,9 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+PIPE_COLUMNS: Final = 240
+IDENTIFIERS: Final = frozenset({"pid", "port", "worker", "slot", "epoch", "offset"})
+"""Numbers that are names: written without separators, so that they can be copied."""
 _BYTES_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -24,12 +28,18 @@ def to_json(result: Mapping[str, Any]) -> str:
 
 def show(result: Mapping[str, Any], *, console: Console) -> None:
     """Prints scalars, then lists, of a result."""
-    facts = {key: value for key, value in result.items() if not _is_rows(value) and key != "schema"}
-    for key, value in facts.items():
-        console.print(f"{_title(key):<24} {_cell(key, value)}", highlight=False, markup=False)
+    for key, value in result.items():
+        if key != "schema" and not (_is_rows(value) and value):
+            for line in _lines(key, value):
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
     for key, value in result.items():
         if _is_rows(value) and value:
             console.print(_table(key, value))
+
+
+def open_console() -> Console:
+    """Standard output. A pipe has no width: a table for `grep` keeps each row on one line."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
 
 
 def escape(text: str) -> str:
@@ -40,6 +50,15 @@ def escape(text: str) -> str:
         else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def _lines(key: str, value: object) -> list[str]:
+    """A fact on a line of its own; of several texts (reasons) each."""
+    if isinstance(value, list) and value:
+        cells = [_cell(key, item) for item in value]
+    else:
+        cells = ["none" if value == [] else _cell(key, value)]
+    return [f"{_title(key) if not at else '':<24} {cell}" for at, cell in enumerate(cells)]
 
 
 def _is_rows(value: object) -> bool:
@@ -81,7 +100,7 @@ def _cell(key: str, value: object) -> str:
         case float():
             return f"{value:,.2f}"
         case int():
-            return f"{value:,}"
+            return str(value) if key in IDENTIFIERS else f"{value:,}"
         case Mapping():
             return (
                 "  ".join(f"{_title(str(name))} {_cell(str(name), item)}" for name, item in value.items())
