@@ -62,7 +62,11 @@ AnyTarget = Target | bytes | str
 
 
 class AsyncClient:
-    """One account on this device. Raises AuthError on entering when the server refuses the token."""
+    """One account on this device. Raises AuthError on entering when the server refuses the token.
+
+    One client is connected per account and data directory: a second one logs in as the same device and
+    replaces the first, which then ends with AuthError. Other processes may read the same store meanwhile.
+    """
 
     def __init__(
         self,
@@ -180,6 +184,8 @@ class AsyncClient:
         engine.check_alive()
         kind = message_type or (MessageType.TEXT if isinstance(body, str) else MessageType.CUSTOM)
         raw = check_content(body, kind, custom_type)
+        if retention not in RetentionClass.__members__.values():
+            raise MessageRejected(f"no retention class {retention}", code=InvalidArgument.code)
         return await engine.work.queue(
             as_target(target), message_type=kind, custom_type=custom_type, body=raw, retention_class=retention
         )
@@ -229,8 +235,8 @@ class AsyncClient:
         """A fresh token of the same account: renews the connection and serves the next logins."""
         secret = Secret(token)
         renewed = read_account(secret)
-        if (renewed.tenant, renewed.user) != (self._account.tenant, self._account.user):
-            raise ValueError("the token belongs to another account; open another client for it")
+        if renewed != self._account:
+            raise ValueError("the token belongs to another account or device; open another client for it")
         self._token = secret
         self._running.replace_token(secret)
 

@@ -39,7 +39,7 @@ def parse_id(value: bytes | str) -> bytes:
 
 def as_target(value: "Target | bytes | str") -> Target:
     """A bare user id names the direct conversation with that user."""
-    return value if isinstance(value, Target) else Target.user(value)
+    return Target(value.kind, parse_id(value.id)) if isinstance(value, Target) else Target.user(value)
 
 
 class MessageState(IntEnum):

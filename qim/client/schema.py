@@ -23,6 +23,7 @@ import secrets
 import shutil
 import sqlite3
 import struct
+import threading
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -32,6 +33,8 @@ from qim.ids import ID_BYTES, DeviceId
 
 BUSY_TIMEOUT_MS: Final = 10_000
 """How long one statement waits for another process before our own patience counts."""
+OPEN_ATTEMPTS_MAX: Final = 100
+OPEN_PAUSE_SECONDS: Final = 0.05
 
 STEPS: Final = (
     """
@@ -104,9 +107,21 @@ def open_store(path: Path) -> tuple[sqlite3.Connection, Rebuilt | None]:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rebuilt = _set_aside_if_damaged(path)
-        return _open_current(path, None), rebuilt
+        return _open_patiently(path), rebuilt
     except (OSError, sqlite3.Error) as error:
         raise StoreUnavailable(explain(error, path)) from error
+
+
+def _open_patiently(path: Path) -> sqlite3.Connection:
+    # While a new file turns to its write-ahead log SQLite answers "locked" at once instead of waiting.
+    for _ in range(OPEN_ATTEMPTS_MAX):
+        try:
+            return _open_current(path, None)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            threading.Event().wait(OPEN_PAUSE_SECONDS)
+    return _open_current(path, None)
 
 
 def mark_damaged(path: Path) -> None:

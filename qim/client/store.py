@@ -105,7 +105,7 @@ class Store:
     async def load(self, *, bound_device: DeviceId | None) -> Loaded:
         return await self._step(lambda steps: steps.load(bound_device))
 
-    async def queue_message(
+    def queue_message(
         self,
         *,
         target: Target,
@@ -115,8 +115,8 @@ class Store:
         retention_class: int,
         device_id: DeviceId,
         first_sent_at: Millis,
-    ) -> PendingRow:
-        """The message is durable when this returns; its identity is never used again."""
+    ) -> "asyncio.Future[PendingRow]":
+        """The message is durable when this is done; its identity is never used again."""
 
         def run(steps: StoreSteps) -> PendingRow:
             ordinal = self._ordinals.popleft()
@@ -127,7 +127,7 @@ class Store:
             steps.insert_pending(row)
             return row
 
-        return await self._step(run, ordinals=1)
+        return self._step(run, ordinals=1)
 
     async def mark_sent(self, rows: Sequence[PendingRow]) -> None:
         """Notes when the first frame of each row leaves, before it leaves."""

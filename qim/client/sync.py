@@ -72,6 +72,8 @@ class Chain:
         self._hole_since: float | None = None
         self._is_plain_due = False
         self._is_open = False
+        self._is_held_open = False
+        """Whether the open pull names what is held."""
 
     # --- told by the connection
 
@@ -121,8 +123,11 @@ class Chain:
             self._forget_pushes()
             self._is_plain_due = True
 
-    def on_page(self, *, covered_through: MailboxSeq, more: bool, now: float) -> None:
+    def on_page(self, *, covered_through: MailboxSeq, more: bool, entries: int, now: float) -> None:
         """A page and its cursor were committed."""
+        # The server took what we hold as covered and says that there is more: most likely the pushes that
+        # came meanwhile or are coming. They are waited for like after a hole, not fetched a second time.
+        is_hint = more and not entries and self._is_held_open
         self._is_open = False
         remaining = [seq for seq in self._seqs if seq > covered_through]
         self.cursor = max(covered_through, self.cursor)
@@ -133,8 +138,8 @@ class Chain:
         self._link_early()
         is_empty = not self._early and not self._count
         self._uncovered_since = None if is_empty else now
-        self._hole_since = now if self._early else None
-        self._is_plain_due = more
+        self._hole_since = now if self._early or (is_hint and is_empty) else None
+        self._is_plain_due = more and not is_hint
         self.is_drained = self.is_drained or not more
 
     def on_rebuilt(self, cursor: MailboxSeq) -> None:
@@ -153,9 +158,10 @@ class Chain:
             return None
         if self._is_plain_due or self._is_hole_over(now):
             self._is_open, self._is_plain_due, self._hole_since = True, False, None
+            self._is_held_open = False
             return Pull(self.cursor)
         if self._count and (self._count >= HELD_PUSHES or self._is_held_over(now)):
-            self._is_open = True
+            self._is_open = self._is_held_open = True
             return Pull(self.cursor, self._end, self._count)
         return None
 

@@ -162,14 +162,23 @@ class Work:
         """Durable when it returns. Raises StoreError, and then nothing was queued and nothing is sent."""
         if self._outgoing.count >= PENDING_MAX:
             raise StoreUnavailable(f"{PENDING_MAX} messages wait to be sent; this one was not queued")
-        row = await self._store.queue_message(
-            target=target, message_type=message_type, custom_type=custom_type, body=body,
-            retention_class=retention_class, device_id=self.device_id,
+        queued = self._store.queue_message(
+            target=target,
+            message_type=message_type,
+            custom_type=custom_type,
+            body=body,
+            retention_class=retention_class,
+            device_id=self.device_id,
             first_sent_at=self._server_now() if self._may_leave_at_once else Millis(0),
-        )  # fmt: skip
-        self._outgoing.add(row)
-        self._wake.set()
-        return row
+        )
+        queued.add_done_callback(self._on_queued)
+        # A caller that gives up meanwhile changes nothing: what became durable goes out.
+        return await asyncio.shield(queued)
+
+    def _on_queued(self, queued: "asyncio.Future[PendingRow]") -> None:
+        if not queued.cancelled() and queued.exception() is None:
+            self._outgoing.add(queued.result())
+            self._wake.set()
 
     @property
     def _may_leave_at_once(self) -> bool:
@@ -270,7 +279,12 @@ class Work:
             if got.page.rebuild:
                 self._help(self._rebuild(got.page.covered_through))
             else:
-                self._chain.on_page(covered_through=got.page.covered_through, more=got.page.more, now=now)
+                self._chain.on_page(
+                    covered_through=got.page.covered_through,
+                    more=got.page.more,
+                    entries=len(got.page.entries),
+                    now=now,
+                )
 
     def _judge_push(self, push: Pushed, echo: Echo | None, applied: Applied) -> Pushed:
         if echo is None or echo not in applied.missing_echoes:

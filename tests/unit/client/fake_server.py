@@ -291,11 +291,13 @@ class FakeServer:
         after = body.after_mailbox_seq
         held = [seq for seq, _ in self.mailbox if after < seq <= body.held_through]
         if body.held_through and len(held) == body.held_count:
-            after = body.held_through
-            if not any(seq > after for seq, _ in self.mailbox):
-                return bodies.build_mailbox_batch(
-                    request_id, entries=[], covered_through=MailboxSeq(after), more=False, rebuild=False
-                )
+            return bodies.build_mailbox_batch(
+                request_id,
+                entries=[],
+                covered_through=body.held_through,
+                more=self.newest() > body.held_through,
+                rebuild=False,
+            )
         rest = [(MailboxSeq(seq), entry) for seq, entry in self.mailbox if seq > after]
         page = rest[: body.limit]
         more = len(page) < len(rest)

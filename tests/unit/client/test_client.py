@@ -207,7 +207,7 @@ async def test_a_busy_server_is_waited_for_and_the_order_stays(server: FakeServe
     assert ((await first).conversation_seq, second.conversation_seq) == (1, 2)
 
 
-@pytest.mark.shows("K6")
+@pytest.mark.shows("K6", "F-38")
 async def test_a_copied_store_gets_a_conflict_that_is_shown_and_never_renumbered(
     server: FakeServer, enter: Enter, tmp_path: Path
 ) -> None:
@@ -568,6 +568,20 @@ async def test_the_first_login_and_later_ones_are_told_apart(server: FakeServer,
         type(event) for event in reader.events if isinstance(event, Connected | ConnectionLost | Reconnected)
     ]
     assert kinds == [Connected, ConnectionLost, Reconnected]
+
+
+@pytest.mark.shows("K1")
+async def test_a_send_that_is_given_up_while_it_becomes_durable_still_goes_out(
+    server: FakeServer, enter: Enter
+) -> None:
+    client, reader = await enter()
+    for _ in range(20):
+        task = asyncio.create_task(client.send(PEER, "kept"))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await happens(lambda: len(reader.texts()) == 20, what="all are acknowledged")
+    assert len(server.history[conversation_of(PEER)]) == 20
 
 
 async def test_a_send_whose_caller_left_complains_to_nobody(server: FakeServer, enter: Enter) -> None:

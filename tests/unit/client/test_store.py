@@ -156,6 +156,13 @@ async def test_two_handles_on_one_file_never_share_an_ordinal_and_never_see_a_lo
     await asyncio.gather(*(store.close() for store in (one, two)))
 
 
+async def test_many_openings_of_a_new_file_at_once_all_succeed(path: Path) -> None:
+    opened = await asyncio.gather(*(open_store(path) for _ in range(8)))
+    devices = {(await store.load(bound_device=None)).device_id for store, _ in opened}
+    assert (len(devices), [rebuilt for _, rebuilt in opened if rebuilt]) == (1, [])
+    await asyncio.gather(*(store.close() for store, _ in opened))
+
+
 async def test_another_process_on_the_same_file_is_waited_for_not_reported(
     path: Path, tmp_path: Path
 ) -> None:
@@ -190,7 +197,7 @@ def promises(tmp_path: Path) -> list[list[str]]:
     return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
 
-@pytest.mark.shows("K1", "K2", "K6")
+@pytest.mark.shows("K1", "K2", "K6", "F-37")
 async def test_kill_nine_leaves_a_sound_file_whose_cursor_is_covered_and_whose_rows_are_kept(
     path: Path, tmp_path: Path
 ) -> None:

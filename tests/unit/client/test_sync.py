@@ -36,8 +36,8 @@ def drained(cursor: int) -> Chain:
     return chain
 
 
-def page(chain: Chain, covered: int, *, now: float, more: bool = False) -> None:
-    chain.on_page(covered_through=MailboxSeq(covered), more=more, now=now)
+def page(chain: Chain, covered: int, *, now: float, more: bool = False, entries: int = 1) -> None:
+    chain.on_page(covered_through=MailboxSeq(covered), more=more, entries=entries, now=now)
 
 
 @pytest.mark.shows("K1")
@@ -92,6 +92,18 @@ def test_a_chain_goes_on_behind_the_page_that_covered_its_beginning() -> None:
     page(chain, 104, now=2.0)
     assert chain.cursor == 104
     assert chain.take_pull(2.0 + HELD_SECONDS) == Pull(MailboxSeq(104), MailboxSeq(109), 2)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_more_behind_what_is_held_is_awaited_as_a_push_before_it_is_fetched(arrives: bool) -> None:
+    chain = drained(100)
+    chain.on_pushes([push(90, 103)], now=0.0)
+    assert chain.take_pull(HELD_SECONDS) == Pull(MailboxSeq(100), MailboxSeq(103), 1)
+    page(chain, 103, now=20.0, more=True, entries=0)
+    assert (chain.cursor, chain.take_pull(20.0)) == (103, None)
+    if arrives:
+        chain.on_pushes([push(103, 106)], now=20.1)
+    assert chain.take_pull(20.0 + HOLE_WAIT_SECONDS) == (None if arrives else Pull(MailboxSeq(103)))
 
 
 def test_a_hole_waits_300_ms_and_then_pulls_plainly() -> None:
