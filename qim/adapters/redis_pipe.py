@@ -25,6 +25,7 @@ claim again. Only a script that the server forgot while we were connected runs l
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import unquote, urlsplit
 
@@ -40,6 +41,7 @@ from qim.limits import (
     STORE_UNSENT_BYTES_MAX,
     SWEEP_INTERVAL_MS,
 )
+from qim.metrics import Metrics
 
 Argument = bytes | str | int
 OnReply = Callable[[Any], None]
@@ -96,10 +98,17 @@ class _Connection(asyncio.BufferedProtocol):
     """One socket: the queue of who waits, and the bytes of this pass."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, clock: Clock, *, timeout_ms: int, on_lost: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        *,
+        metrics: Metrics,
+        timeout_ms: int,
+        on_lost: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._monotonic = clock.monotonic
+        self._metrics = metrics
         self._timeout_seconds = timeout_ms / 1000
         self._on_lost = on_lost
         self._reader = hiredis.Reader(notEnoughData=_NOTHING)
@@ -113,11 +122,16 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self.writes = 0
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
     def send(self, data: bytes, on_reply: OnReply) -> None:
         """Queues one packed command; refused without side effect when closed or full."""
         if self._transport is None:
             on_reply(StoreRefused("not connected"))
         elif len(self._waiting) >= STORE_INFLIGHT_COMMANDS_MAX or self._unsent_bytes > STORE_UNSENT_BYTES_MAX:
+            self._metrics.redis_refused += 1
             on_reply(StoreRefused("too much in flight"))
         else:
             self._waiting.append((self._monotonic() + self._timeout_seconds, on_reply))
@@ -155,9 +169,17 @@ class _Connection(asyncio.BufferedProtocol):
                 if not self._waiting:
                     raise hiredis.ProtocolError("a reply that nobody asked for")
                 _, on_reply = self._waiting.popleft()
-                on_reply(error_of(reply) if isinstance(reply, hiredis.ReplyError) else reply)
+                on_reply(self._error(reply) if isinstance(reply, hiredis.ReplyError) else reply)
         except hiredis.ProtocolError as error:
             self.close(f"the server broke the protocol: {error}")
+
+    def _error(self, reply: hiredis.ReplyError) -> StoreError:
+        error = error_of(reply)
+        if isinstance(error, StoreBroken):
+            self._metrics.redis_broken += 1
+        else:
+            self._metrics.redis_refused += 1
+        return error
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -184,6 +206,8 @@ class _Connection(asyncio.BufferedProtocol):
         # The pipe is told first, so that a caller who issues again from its answer meets a closed pipe.
         self._on_lost()
         written = len(waiting) - unwritten
+        self._metrics.redis_unknown += written
+        self._metrics.redis_refused += unwritten
         for at, (_, on_reply) in enumerate(waiting):
             on_reply(StoreUnknown(reason) if at < written else StoreRefused(reason))
 
@@ -203,11 +227,11 @@ class RedisPipe:
         *,
         clock: Clock,
         scripts: LuaScripts,
-        metrics: object | None = None,
+        metrics: Metrics | None = None,
         timeout_ms: int = STORE_TIMEOUT_MS,
     ) -> None:
         self.address = parse_url(url)
-        self.metrics = metrics
+        self._metrics = metrics or Metrics()
         self.on_connected: list[Callable[[], None]] = []
         """Called after each connection but the first, when commands flow again."""
         self.commands = 0
@@ -245,6 +269,7 @@ class RedisPipe:
         """As `command`, with a callback in place of a future: adapters decode many replies into one."""
         self.commands += 1
         if self._connection is None:
+            self._metrics.redis_refused += 1
             on_reply(StoreRefused(f"{self.address}: not connected"))
         else:
             self._connection.send(_pack(arguments), on_reply)
@@ -253,15 +278,20 @@ class RedisPipe:
         self, name: str, keys: Sequence[bytes], arguments: Sequence[Argument], on_reply: OnReply
     ) -> None:
         """As `script`, with a callback in place of a future."""
+        rest = (len(keys), *keys, *arguments)
+        on_first_reply = partial(self._on_script_reply, name, rest, on_reply, self._clock.monotonic())
+        self.submit(("EVALSHA", self._scripts.sha(name), *rest), on_first_reply)
 
-        def on_first_reply(reply: object) -> None:
-            if type(reply) is StoreRefused and str(reply).startswith("NOSCRIPT"):
-                text = self._scripts.text(name)
-                self.submit(("EVAL", text, len(keys), *keys, *arguments), on_reply)
-            else:
-                on_reply(reply)
-
-        self.submit(("EVALSHA", self._scripts.sha(name), len(keys), *keys, *arguments), on_first_reply)
+    def _on_script_reply(
+        self, name: str, rest: Sequence[Argument], on_reply: OnReply, issued: float, reply: object
+    ) -> None:
+        if type(reply) is StoreRefused and str(reply).startswith("NOSCRIPT"):
+            self.submit(("EVAL", self._scripts.text(name), *rest), on_reply)
+            return
+        histogram = self._metrics.redis_script.get(name)
+        if histogram is not None:
+            histogram.observe(self._clock.monotonic() - issued)
+        on_reply(reply)
 
     def flush(self) -> None:
         """Writes at once instead of at the end of the pass."""
@@ -280,7 +310,11 @@ class RedisPipe:
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         connection = _Connection(
-            loop, self._clock, timeout_ms=self._timeout_ms, on_lost=lambda: self._on_lost(connection)
+            loop,
+            self._clock,
+            metrics=self._metrics,
+            timeout_ms=self._timeout_ms,
+            on_lost=lambda: self._on_lost(connection),
         )
         try:
             async with asyncio.timeout(self._timeout_ms / 1000):
@@ -289,15 +323,15 @@ class RedisPipe:
                 else:
                     await loop.create_connection(lambda: connection, self.address.host, self.address.port)
                 await self._greet(connection)
+                if not connection.is_open:
+                    raise StoreRefused(f"{self.address}: the connection ended as soon as it was made")
+                self._connection = connection
         except (OSError, TimeoutError) as error:
-            connection.close("not ready")
-            raise StoreRefused(
-                f"{self.address}: {str(error) or 'no answer within the time limit'}"
-            ) from error
-        except StoreError:
-            connection.close("not ready")
-            raise
-        self._connection = connection
+            reason = str(error) or "no answer within the time limit"
+            raise StoreRefused(f"{self.address}: {reason}") from error
+        finally:
+            if self._connection is not connection:
+                connection.close("not ready")
 
     async def _greet(self, connection: _Connection) -> None:
         """Protocol version, login and scripts, in one write."""
@@ -330,6 +364,7 @@ class RedisPipe:
                 continue
             break
         self.reconnects += 1
+        self._metrics.redis_reconnects += 1
         for notify in self.on_connected:
             notify()
 

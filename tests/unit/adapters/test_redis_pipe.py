@@ -15,8 +15,9 @@ import pytest
 from qim.adapters.lua_scripts import LuaScripts
 from qim.adapters.redis_pipe import Address, RedisPipe, error_of, parse_url
 from qim.clock import ManualClock, SystemClock
-from qim.errors import ConfigError, StoreBroken, StoreRefused, StoreUnfit, StoreUnknown
+from qim.errors import ConfigError, StoreBroken, StoreError, StoreRefused, StoreUnfit, StoreUnknown
 from qim.limits import STORE_INFLIGHT_COMMANDS_MAX, STORE_TIMEOUT_MS
+from qim.metrics import Metrics
 from tests.services import StoreServer
 from tests.waiting import happens
 
@@ -26,13 +27,13 @@ SCRIPTS = LuaScripts(
 Answer = Callable[[list[bytes]], bytes | None]
 
 
-def answer_greeting(command: list[bytes]) -> bytes | None:
+def answer_greeting(command: list[bytes], scripts: LuaScripts = SCRIPTS) -> bytes | None:
     """What every server says to HELLO and SCRIPT LOAD."""
     if command[0] == b"HELLO":
         return b"*0\r\n"
     if command[:2] == [b"SCRIPT", b"LOAD"]:
-        name = next(name for name in SCRIPTS if SCRIPTS.text(name) == command[2])
-        return b"$40\r\n" + SCRIPTS.sha(name) + b"\r\n"
+        name = next(name for name in scripts if scripts.text(name) == command[2])
+        return b"$40\r\n" + scripts.sha(name) + b"\r\n"
     return None
 
 
@@ -42,6 +43,7 @@ class ScriptedServer:
     def __init__(self, path: Path, answer: Answer) -> None:
         self.path = path
         self.answer = answer
+        self.answer_greeting: Answer = answer_greeting
         self.commands: list[list[bytes]] = []
         self.reads = 0
         self.transports: list[asyncio.Transport] = []
@@ -82,8 +84,8 @@ class ScriptedConnection(asyncio.Protocol):
         self.server.reads += 1
         self.parser.feed(data)
         while (command := self.parser.gets()) is not False:
-            reply = answer_greeting(command)
-            if reply is None:
+            reply = self.server.answer_greeting(command)
+            if reply is None and self.server.transports:
                 self.server.commands.append(command)
                 reply = self.server.answer(command)
             if reply is not None:
@@ -352,3 +354,42 @@ async def test_a_wrong_password_is_refused_by_name(store_server: StoreServer) ->
             await right.close()
         finally:
             await admin.command("CONFIG", "SET", "requirepass", "")
+
+
+async def test_outcomes_and_script_times_are_counted(tmp_path: Path) -> None:
+    metrics = Metrics()
+    scripts = LuaScripts({"claim_slot": b"#!lua\nreturn 1"})
+    server = ScriptedServer(
+        tmp_path / "s", lambda command: None if command[0] == b"SILENT" else b"-ERR no\r\n"
+    )
+    server.answer_greeting = lambda command: answer_greeting(command, scripts)
+    await server.start()
+    pipe = RedisPipe(server.url, clock=ManualClock(), scripts=scripts, metrics=metrics)
+    await settle(pipe.command("EARLY"))
+    await pipe.connect()
+    await settle(pipe.script("claim_slot", []))
+    silent = pipe.command("SILENT")
+    await happens(lambda: server.commands[-1][0] == b"SILENT", what="the command arrives")
+    server.cut()
+    await settle(silent)
+    await happens(lambda: pipe.is_connected, what="the pipe connects again")
+    counts = (metrics.redis_refused, metrics.redis_broken, metrics.redis_unknown, metrics.redis_reconnects)
+    assert counts == (1, 1, 1, 1)
+    assert sum(metrics.redis_script["claim_slot"].counts) == 1
+    await pipe.close()
+    server.stop()
+
+
+async def test_a_line_that_ends_during_the_greeting_is_refused_and_tried_again_later(tmp_path: Path) -> None:
+    server = ScriptedServer(tmp_path / "s", echo)
+    server.answer_greeting = lambda _: server.cut()
+    await server.start()
+    pipe = RedisPipe(server.url, clock=ManualClock(), scripts=SCRIPTS)
+    with pytest.raises(StoreError):
+        await pipe.connect()
+    assert not pipe.is_connected
+    server.answer_greeting = answer_greeting
+    await pipe.connect()
+    assert await pipe.command("A", "1") == b"1"
+    await pipe.close()
+    server.stop()
