@@ -1,9 +1,9 @@
 """A command's dictionary as a table for people, or as JSON for programs.
 
 The dictionary is the contract: its keys are the JSON keys, with a `schema` number. A table shows the same
-values: scalars of the top level first, then one table for each list of rows. Control and direction
-characters of foreign text are escaped, so that no text can repaint the operator's terminal. Data go to
-standard output; messages go to standard error.
+values: scalars of the top level first, then one table for each list of rows, or a list of its rows where the
+terminal is too narrow for the table. Control and direction characters of foreign text are escaped, so that no
+text can repaint the operator's terminal. Data go to standard output; messages go to standard error.
 """
 
 import sys
@@ -34,7 +34,12 @@ def show(result: Mapping[str, Any], *, console: Console) -> None:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
     for key, value in result.items():
         if _is_rows(value) and value:
-            console.print(_table(key, value))
+            table = _table(key, value)
+            wide = console.options.update_width(PIPE_COLUMNS)
+            if console.measure(table, options=wide).maximum <= console.width:
+                console.print(table)
+            else:
+                _print_records(key, value, console)
 
 
 def open_console() -> Console:
@@ -50,6 +55,15 @@ def escape(text: str) -> str:
         else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def _print_records(key: str, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """For a narrow terminal: a value per line reads better than words cut into pieces of six letters."""
+    for number, row in enumerate(rows, start=1):
+        console.print(f"{_title(key)}, {number} of {len(rows)}", style="bold", highlight=False, markup=False)
+        for name, value in row.items():
+            for line in _lines(name, value):
+                console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _lines(key: str, value: object) -> list[str]:
