@@ -128,9 +128,11 @@ class Generator:
             async with asyncio.timeout(LOG_IN_SECONDS_MAX):
                 await self._ready.wait()
         except TimeoutError:
-            ready = sum(sock.user.is_ready for sock in self._sockets)
-            codes = dict(self.ended) or "no answer"
-            raise ConnectionError(f"{ready} of {len(self._sockets)} users could log in: {codes}") from None
+            pass  # told below, with those who were refused
+        ready = sum(sock.user.is_ready for sock in self._sockets)
+        if ready < len(self._sockets):
+            codes = f"refused with {dict(self.ended)}" if self.ended else "no answer"
+            raise ConnectionError(f"{ready} of {len(self._sockets)} users could log in: {codes}")
 
     async def close(self) -> None:
         for sock in self._sockets:
@@ -240,3 +242,4 @@ class Generator:
 
     def on_ended(self, user: User, code: int) -> None:  # noqa: ARG002 - the sink's signature
         self.ended[code] += 1
+        self._ready.set()  # nobody waits for a log-in that will not come

@@ -17,7 +17,7 @@ import struct
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,7 +47,7 @@ class Server:
     host: str
     port: int
     ca_file: Path
-    token_key_pem: bytes
+    token_key_pem: bytes = field(repr=False)
     kid: str = "dev"
     issuer: str = "qim"
     audience: str = "qim"

@@ -93,8 +93,8 @@ class User:
 
     __slots__ = (
         "_body_size", "_broken_at", "_covered", "_is_broken", "_is_pulling", "_newest", "_pull_after",
-        "_requests", "_run", "_uncovered", "_uncovered_at", "_written_at", "account", "connection", "index", "is_ready", "partner",
-        "sink",
+        "_requests", "_run", "_uncovered", "_uncovered_at", "_written_at", "account", "connection", "index",
+        "is_ready", "partner", "sink",
     )  # fmt: skip
 
     def __init__(
