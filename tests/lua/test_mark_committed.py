@@ -249,7 +249,7 @@ async def test_a_caller_whose_clock_is_hours_off_is_refused_before_any_write(
         assert await picture(pipe) == before
 
 
-@pytest.mark.shows("C6")
+@pytest.mark.shows("C6", "F-12")
 async def test_a_full_server_still_finishes_what_it_accepted(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, pipe):
         commits = await recorded(store, 4)

@@ -195,7 +195,7 @@ async def test_a_wrong_type_under_any_key_is_refused_before_any_write(
         assert await picture(pipe) == before
 
 
-@pytest.mark.shows("C3", "X16")
+@pytest.mark.shows("C3", "X16", "F-12")
 async def test_a_full_server_refuses_the_run_whole(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, pipe):
         before = await picture(pipe)
