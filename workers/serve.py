@@ -9,6 +9,7 @@ What children get are frozen plain values and objects without a thread or a conn
 before each fork. `python -O` is refused: it would remove the assertions that correctness leans on.
 """
 
+import fcntl
 import os
 import random
 import resource
@@ -72,7 +73,7 @@ def serve(command: Command) -> int:
     configure_logging(level=config.log.level, log_format=config.log.format, process="supervisor")
     set_reference_key(read_secret(config.log.reference_key, environ=os.environ).reveal())
     password = read_secret(config.redis.password, environ=os.environ)
-    _make_folder(Path(config.server.runtime_dir))
+    _occupy_folder(Path(config.server.runtime_dir))
     forget_reload(config)
     workers = worker_count(config, profile)
     _raise_descriptor_limit(config.gateway.connections_max + DESCRIPTORS_SPARE)
@@ -189,11 +190,19 @@ def _accept_reload(command: Command, running: Config) -> None:
     write_reload(running, reload)
 
 
-def _make_folder(folder: Path) -> None:
+def _occupy_folder(folder: Path) -> None:
+    """Makes the folder of sockets and locks it: a second service in it would take the sockets of the first.
+
+    The lock is inherited by every child and ends with the last of them.
+    """
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, "not writable by this user")
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            [f"server.runtime_dir: {folder} is in use by another qim; stop it or choose another folder"]
+        ) from error
     except OSError as error:
         raise ConfigError([f"server.runtime_dir: {folder}: {error.strerror}"]) from error
 
