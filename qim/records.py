@@ -75,6 +75,7 @@ _HEADER = struct.Struct(">BBHIQQ14s8s36s16s16s32s")
 HEADER_BYTES: Final = _HEADER.size
 assert HEADER_BYTES == 146
 _RECIPIENTS = struct.Struct(">BBH")
+_RECIPIENTS_AT = HEADER_BYTES + _RECIPIENTS.size
 _IDENTITY_FIELDS = struct.Struct(">IBBH")
 _SEQ = struct.Struct(">Q")
 _ID: Final = msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)
@@ -282,10 +283,11 @@ def parse_header(data: bytes) -> RoutingHeader:
         header = RoutingHeader(fields[0], fields[1] ^ EPHEMERAL_FLAG, *fields[2:])._replace(ephemeral=True)
     else:
         header = RoutingHeader._make((*fields, False))
-    if header.version != RECORD_VERSION:
-        raise RecordCorrupt(f"log record of version {header.version}")
-    if header.bucket >= BUCKETS or not 1 <= header.kind <= 2:
-        raise RecordCorrupt(f"log record of kind {header.kind} for bucket {header.bucket}")
+    version, kind, bucket = header[:3]
+    if version != RECORD_VERSION:
+        raise RecordCorrupt(f"log record of version {version}")
+    if bucket >= BUCKETS or not 1 <= kind <= 2:
+        raise RecordCorrupt(f"log record of kind {kind} for bucket {bucket}")
     return header
 
 
@@ -311,7 +313,7 @@ def build_dispatch_record(
 def parse_dispatch_record(data: bytes) -> Dispatch:
     """Raises RecordCorrupt when the lengths contradict each other."""
     header = parse_header(data)
-    start = HEADER_BYTES + _RECIPIENTS.size
+    start = _RECIPIENTS_AT
     if len(data) < start:
         raise RecordCorrupt("dispatch record without recipients")
     shard, part, count = _RECIPIENTS.unpack_from(data, HEADER_BYTES)
@@ -320,5 +322,8 @@ def parse_dispatch_record(data: bytes) -> Dispatch:
         raise RecordCorrupt(
             f"dispatch record of {len(data)} bytes: {count} users of shard {shard} and an entry do not fit"
         )
-    recipients = tuple(UserId(data[at : at + 16]) for at in range(start, end, 16))
+    if count == 1:
+        recipients: tuple[UserId, ...] = (UserId(data[start:end]),)
+    else:
+        recipients = tuple([UserId(data[at : at + 16]) for at in range(start, end, 16)])
     return Dispatch(header, SlotId(shard), part, recipients, data[end:])

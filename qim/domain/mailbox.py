@@ -33,6 +33,7 @@ class Sized(Protocol):
 Write = TypeVar("Write", bound=Sized)
 
 _UNREADABLE_DOMAIN: Final = b"qim.unreadable.v1"
+_DIRECT: Final = int(Kind.DIRECT)
 NOTHING_FINISHED: Final = Offset(-1)
 
 
@@ -60,12 +61,13 @@ def read_dispatch(data: bytes, partition: SlotId) -> Dispatch:
     header = dispatch.header
     if dispatch.shard != partition:
         raise RecordCorrupt(f"record of shard {dispatch.shard} in partition {partition}")
-    if header.kind != Kind.DIRECT:
+    if header.kind != _DIRECT:
         raise RecordCorrupt(f"no delivery for a conversation of kind {header.kind}")
     check_entry(header, dispatch.entry)
-    users = header.users
+    parties = header.parties
     for user in dispatch.recipients:
-        if user not in users or shard_of(header.tenant, user) != partition:
+        is_party = user == parties[:16] or user == parties[16:]
+        if not is_party or shard_of(header.tenant, user) != partition:
             raise RecordCorrupt("a recipient is no party of the conversation or lives in another shard")
     if len(dispatch.recipients) == 2 and dispatch.recipients[0] >= dispatch.recipients[1]:
         raise RecordCorrupt("recipients are not in order")
