@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 import trustme
 import uvloop
 
+from qim import limits
 from qim.clock import ManualClock
 from qim.domain.gateway import Destination, GatewayLimits
 from qim.ids import (
@@ -187,7 +188,8 @@ class RawClient:
 class GatewayRig:
     """One gateway that listens, and everything it was made of."""
 
-    def __init__(self, **bounds: Any) -> None:
+    def __init__(self, *, handshake_timeout_ms: int = limits.TLS_HANDSHAKE_TIMEOUT_MS, **bounds: Any) -> None:
+        self._handshake_timeout_ms = handshake_timeout_ms
         self.clock = ManualClock()
         self.router = RecordingRouter()
         self.metrics = Metrics()
@@ -209,7 +211,7 @@ class GatewayRig:
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
         self.port = listener.getsockname()[1]
-        await self.gateway.listen(listener)
+        await self.gateway.listen(listener, handshake_timeout_ms=self._handshake_timeout_ms)
         return self
 
     async def __aexit__(self, *_: object) -> None:

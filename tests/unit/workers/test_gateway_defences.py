@@ -155,6 +155,22 @@ async def test_plain_tcp_garbage_is_cut_and_others_are_served() -> None:
         assert rig.metrics.accepts == 1
 
 
+@pytest.mark.shows("F-43")
+async def test_peers_that_never_finish_their_handshake_are_cut_and_others_are_served() -> None:
+    async with GatewayRig(handshake_timeout_ms=300) as rig:
+        stalled = [await asyncio.open_connection("127.0.0.1", rig.port) for _ in range(20)]
+        for _, writer in stalled[::2]:
+            writer.write(b"\x16\x03\x01\x02\x00\x01")
+        await rig.logged_in()
+        async with asyncio.timeout(5):
+            for reader, writer in stalled:
+                with contextlib.suppress(ConnectionError):
+                    while await reader.read(4096):
+                        pass
+                writer.close()
+        assert rig.metrics.accepts == 1
+
+
 # --- slow and fast peers -----------------------------------------------------------------------------
 
 
@@ -312,6 +328,7 @@ async def test_reminders_do_not_pile_up() -> None:
 # --- the loop of the workers -------------------------------------------------------------------------
 
 ON_UVLOOP: tuple[Scenario, ...] = (
+    test_peers_that_never_finish_their_handshake_are_cut_and_others_are_served,
     test_a_frame_may_come_in_any_pieces,
     test_the_largest_legal_frame_is_taken,
     test_plain_tcp_garbage_is_cut_and_others_are_served,
