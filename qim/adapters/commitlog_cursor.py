@@ -34,7 +34,8 @@ class Cursor:
         """Takes records that begin at `first`; what is known already is cut off."""
         if first > self.fetch_at:
             raise OffsetOutOfRange(
-                f"partition {self.partition}: the next offset is {self.fetch_at}, the log goes on at {first}"
+                f"partition {self.partition}: the next offset is {self.fetch_at}, the log goes on at {first}",
+                partition=self.partition,
             )
         for at in range(self.fetch_at - first, len(records)):
             self.buffer.append(LogRecord(self.partition, Offset(first + at), records[at]))
@@ -44,7 +45,8 @@ class Cursor:
         """`end` is the offset that the log's next record gets."""
         if end < self.fetch_at:
             raise OffsetOutOfRange(
-                f"partition {self.partition}: the position is {self.fetch_at - 1}, the log ends at {end - 1}"
+                f"partition {self.partition}: the position is {self.fetch_at - 1}, the log ends at {end - 1}",
+                partition=self.partition,
             )
 
 

@@ -156,3 +156,15 @@ async def test_a_drain_ends_with_nothing_left_in_the_own_partitions(rig: Rig, fa
         await _feed(rig, *range(1, 1_200))
         await fanout.drain(rig.clock.monotonic() + 5)
     assert _stored(rig) == {HOME: 1_198}
+
+
+@pytest.mark.shows("X9", "F-20")
+async def test_a_partition_that_jumps_stops_alone(rig: Rig, fanout: Fanout) -> None:
+    async with rig.running(fanout):
+        await happens(lambda: len(fanout.positions) == len(ALL_SLOTS), what="the start")
+        rig.outbox._inner.partition(OTHER).low = Offset(5)
+        await _feed(rig, 1, slot=OTHER)
+        await _feed(rig, 2)
+        await happens(lambda: _stored(rig) == {HOME: 0}, what="the other partition")
+        assert fanout.stopped[OTHER].offset == 0
+        assert list(fanout.stopped) == [OTHER]

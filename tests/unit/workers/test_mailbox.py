@@ -384,6 +384,17 @@ async def test_a_shard_without_its_state_or_with_another_log_stays_closed_alone(
         assert A not in mailbox.watermarks
 
 
+@pytest.mark.shows("X9", "F-20")
+async def test_a_partition_that_jumps_stops_its_shard_alone(rig: Rig, mailbox: Mailbox) -> None:
+    async with rig.running(mailbox):
+        await happens(lambda: bool(mailbox.positions), what="the start")
+        rig.dispatch._inner.partition(A).low = Offset(5)
+        await _feed(rig, 1)
+        await _reaches(mailbox, rig, {B: 1, A: 0})
+        await _stops(mailbox, rig, A)
+        assert list(mailbox.stopped) == [A]
+
+
 async def test_a_queue_of_the_serial_path_has_a_bound_and_loses_nothing(rig: Rig, mailbox: Mailbox) -> None:
     await _begin_elsewhere(rig, A)
     answered = rig.mailboxes.hold("append_entries")
