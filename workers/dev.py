@@ -264,6 +264,7 @@ class Launcher:
         folder = self._folder
         self._folder.announce(
             {
+                "endpoint": f"{ADDRESS}:{self._port}",
                 "host": ADDRESS,
                 "port": self._port,
                 "certificate": str(folder.certificate),

@@ -37,9 +37,14 @@ class DevServer:
     """One run of `qim dev`; a second run on the same folder goes on with its data."""
 
     def __init__(
-        self, folder: Path, *, workers: int = 1, environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        *,
+        name: str = "dev",
+        workers: int = 1,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder = folder / "dev"
+        self.folder = folder / name
         self.port = _free_port()
         self._workers = workers
         self._environment = dict(environment or {})
