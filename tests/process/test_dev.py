@@ -188,7 +188,7 @@ def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, name: str, text: s
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("/etc/hostname", "not a program"),
+        ("/etc/passwd", "not a program"),
         ("/bin/false", "the embedded store ended with 1"),
     ],
 )
