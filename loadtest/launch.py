@@ -41,10 +41,15 @@ def start_server(given: Server | None, *, workers: int, redis_server: str | None
                 status = _await_ready(process, data)
                 if status is None:
                     log.seek(0)
-                    raise ConnectionError(f"the server did not start: {log.read().decode()[-1000:].strip()}")
+                    told = (log.read() + _read_if_there(data / "qim.log")).decode(errors="replace")
+                    raise ConnectionError(f"the server did not start: {told[-2000:].strip()}")
                 yield describe(data, status)
             finally:
                 stop(process)
+
+
+def _read_if_there(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

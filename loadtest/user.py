@@ -43,6 +43,10 @@ HELD_PUSHES_MAX: Final = 64
 HELD_SECONDS_MAX: Final = 10.0
 GAP_SECONDS: Final = 0.3
 SILENT_SECONDS_MAX: Final = 20.0
+_PUSH_EVENTS: Final = int(Op.PUSH_EVENTS)
+_SEND_ACK: Final = int(Op.SEND_ACK)
+_SEND_MESSAGE: Final = int(Op.SEND_MESSAGE)
+_CUSTOM: Final = int(MessageType.CUSTOM)
 _LOG_IN: Final = -1
 _PULL: Final = -2
 _OTHER: Final = -3
@@ -130,9 +134,7 @@ class User:
         data = build_body(self._run, number, self._body_size)
         message_id = ClientMessageId(data[: NUMBER.size])
         self._written_at = at
-        return self._request(
-            Op.SEND_MESSAGE, SendMessage(self.partner, message_id, MessageType.CUSTOM, "", data), number
-        )
+        return self._request(_SEND_MESSAGE, SendMessage(self.partner, message_id, _CUSTOM, "", data), number)
 
     def pull(self, at: float) -> bytes:
         """A pull from the cursor; it names the unbroken chain of pushes, so that they are not sent again."""
@@ -157,7 +159,7 @@ class User:
             return self._request(Op.PING, Ping(Millis(0)), _OTHER)
         return b""
 
-    def _request(self, op: Op, body: Auth | SendMessage | PullMailbox | Ping, meaning: int) -> bytes:
+    def _request(self, op: int, body: Auth | SendMessage | PullMailbox | Ping, meaning: int) -> bytes:
         request_id, data = self.connection.request(op, body)
         self._requests[request_id] = meaning
         return data
@@ -168,7 +170,7 @@ class User:
         """Reports everything to the sink; gives what must be written now, which is mostly nothing."""
         answer = b""
         for frame in self.connection.receive(data):
-            if frame.opcode == Op.PUSH_EVENTS:
+            if frame.opcode == _PUSH_EVENTS:
                 self._on_push(frame, at)
             elif frame.request_id:
                 answer += self._on_reply(frame, at)
@@ -180,7 +182,9 @@ class User:
     def _on_reply(self, frame: Frame, at: float) -> bytes:
         meaning = self._requests.pop(frame.request_id, _OTHER)
         body = decode_body(frame.opcode, frame.body)
-        if frame.opcode == Op.ERROR:
+        if frame.opcode == _SEND_ACK:
+            self.sink.on_accepted(self, meaning, body)
+        elif frame.opcode == Op.ERROR:
             if meaning >= 0:
                 self.sink.on_refused(self, meaning, body.code)
             elif meaning == _LOG_IN:
@@ -188,8 +192,6 @@ class User:
             elif meaning == _PULL:
                 self._is_pulling, self._is_broken, self._broken_at = False, True, at
                 self._pull_after = at + GAP_SECONDS
-        elif frame.opcode == Op.SEND_ACK:
-            self.sink.on_accepted(self, meaning, body)
         elif frame.opcode == Op.AUTH_ACK:
             return self.pull(at)
         elif frame.opcode == Op.MAILBOX_BATCH:

@@ -40,21 +40,26 @@ class State(Enum):
 
 
 REPLY_OF: Final[dict[int, int]] = {
-    Op.AUTH: Op.AUTH_ACK,
-    Op.PING: Op.PONG,
-    Op.SEND_MESSAGE: Op.SEND_ACK,
-    Op.PULL_MAILBOX: Op.MAILBOX_BATCH,
-    Op.PULL_HISTORY: Op.HISTORY_BATCH,
-    Op.SESSION_LIST_REQ: Op.SESSION_LIST,
-    Op.MARK_READ: Op.MARK_READ_ACK,
-    Op.CREATE_GROUP: Op.GROUP_CREATED,
-    Op.PULL_MEMBERS: Op.MEMBER_LIST_BATCH,
-    Op.LEAVE_GROUP: Op.MEMBER_LIST_BATCH,
+    Op.AUTH: int(Op.AUTH_ACK),
+    Op.PING: int(Op.PONG),
+    Op.SEND_MESSAGE: int(Op.SEND_ACK),
+    Op.PULL_MAILBOX: int(Op.MAILBOX_BATCH),
+    Op.PULL_HISTORY: int(Op.HISTORY_BATCH),
+    Op.SESSION_LIST_REQ: int(Op.SESSION_LIST),
+    Op.MARK_READ: int(Op.MARK_READ_ACK),
+    Op.CREATE_GROUP: int(Op.GROUP_CREATED),
+    Op.PULL_MEMBERS: int(Op.MEMBER_LIST_BATCH),
+    Op.LEAVE_GROUP: int(Op.MEMBER_LIST_BATCH),
 }
 """What answers a request; ERROR may always answer instead."""
 
 PUSHED_OPS: Final = frozenset({Op.PUSH_EVENTS, Op.STATE_EVENTS, Op.GOAWAY, Op.ERROR, Op.PING, Op.PONG})
 _ANY_REPLY: Final = -1
+# Plain numbers: an attribute of an enum class costs more than the comparison it is for.
+_AUTH_ACK: Final = int(Op.AUTH_ACK)
+_PING: Final = int(Op.PING)
+_GOAWAY: Final = int(Op.GOAWAY)
+_ERROR: Final = int(Op.ERROR)
 _REQUEST_ID_MAX: Final = 2**32 - 1
 
 
@@ -166,19 +171,19 @@ class ClientConnection:
 
     def _admit(self, frame: Frame) -> bool:
         opcode, request_id, _ = frame
-        if opcode == Op.GOAWAY:
+        if opcode == _GOAWAY:
             self.state = State.GOING_AWAY
             return True
-        if request_id == 0 or opcode == Op.PING:
+        if request_id == 0 or opcode == _PING:
             return opcode in PUSHED_OPS
         expected = self._open.pop(request_id, None)
         if expected is None:
             return False
-        if opcode not in {expected, Op.ERROR} and expected != _ANY_REPLY:
+        if opcode not in (expected, _ERROR) and expected != _ANY_REPLY:
             raise RemoteProtocolError(f"opcode {opcode:#06x} does not answer the request it names")
-        if opcode == Op.AUTH_ACK:
+        if opcode == _AUTH_ACK:
             self.state = State.READY
-        elif opcode == Op.ERROR and self.state is State.AUTHENTICATING:
+        elif opcode == _ERROR and self.state is State.AUTHENTICATING:
             self.state = State.WAITING
         return True
 
