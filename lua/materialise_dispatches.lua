@@ -9,8 +9,7 @@
 local plan, call = ARGV[4], redis.call
 local shards, records, at = struct.unpack('>HH', plan)
 local ids_at, entry_at, record_at = 4 + shards, 4 + shards + 2 * records, at + 30 * shards
-local owners = call('HMGET', KEYS[1], unpack(ARGV, 5, ids_at))
-local states = call('HMGET', KEYS[2], unpack(ARGV, 5, ids_at))
+local owners, states = call('HMGET', KEYS[1], unpack(ARGV, 5, ids_at)), call('HMGET', KEYS[2], unpack(ARGV, 5, ids_at))
 local known = call('HMGET', KEYS[3], unpack(ARGV, ids_at + 1, ids_at + records))
 local today, r, key = math.floor(call('TIME')[1] / 86400), 0, 3
 local days, answers, seen, entries, progress, moves, day_differs = {}, {}, {}, {}, {}, {}, false

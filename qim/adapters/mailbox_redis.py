@@ -59,7 +59,7 @@ class RedisMailboxStore(RedisOwnership):
         self._clock = clock
         self._days = [0] * SLOTS
         self._turns = 0
-        self._remembered: dict[bytes, None] = {}
+        self._keys_with_expiry: dict[bytes, None] = {}
 
     # --- shards ---
 
@@ -107,7 +107,7 @@ class RedisMailboxStore(RedisOwnership):
 
     def _issue_fused(self, call: FusedCall) -> None:
         keys = call.entry_keys(self._days)
-        arguments = call.arguments(self._days, self._epochs, self._remembered)
+        arguments = call.arguments(self._days, self._epochs, self._keys_with_expiry)
         turns = self._turns
         self._pipe.submit_script(
             "materialise_dispatches",
@@ -127,7 +127,7 @@ class RedisMailboxStore(RedisOwnership):
         elif b"G" in reply and turns != self._turns:
             self._repeat(call, lambda: self._issue_fused(call))
         else:
-            self._remember(call.written_keys(reply, keys))
+            self._remember_keys(call.written_keys(reply, keys))
             call.on_done(reply)
 
     def _repeat(self, call: "FusedCall | _Begin", issue: Callable[[], None]) -> None:
@@ -150,8 +150,8 @@ class RedisMailboxStore(RedisOwnership):
                 )
             self._days[slot] = max(day, today)
 
-    def _remember(self, keys: Sequence[bytes]) -> None:
-        remembered = self._remembered
+    def _remember_keys(self, keys: Sequence[bytes]) -> None:
+        remembered = self._keys_with_expiry
         remembered.update(dict.fromkeys(keys))
         while len(remembered) > MAILBOX_KEYS_REMEMBERED_MAX:
             del remembered[next(iter(remembered))]
@@ -189,12 +189,12 @@ class RedisMailboxStore(RedisOwnership):
             mailbox_key(write.slot, write.tenant, user, day=day, ephemeral=write.ephemeral)
             for user in recipients
         ]
-        marks = bytes(48 if key in self._remembered else 49 for key in keys)
+        marks = bytes(48 if key in self._keys_with_expiry else 49 for key in keys)
         life = EPHEMERAL_KEY_LIFE_MS if write.ephemeral else MAILBOX_KEY_LIFE_MS
 
         def decode(reply: bytes) -> Materialised:
             if reply == b"D":
-                self._remember(keys)
+                self._remember_keys(keys)
             return answer_of(reply.decode())
 
         self._pipe.submit_script(

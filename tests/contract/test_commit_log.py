@@ -1,4 +1,4 @@
-"""The contract of the commit log, over every medium: dense offsets, readers that skip nothing and are woken."""
+"""The contract of the commit log, over every medium: dense offsets, readers that wake and skip nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

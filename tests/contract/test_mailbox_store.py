@@ -1,4 +1,4 @@
-"""The contract of the mailbox store, over memory and both servers: once, in order, by the owner, and readable."""
+"""The contract of the mailbox store, over memory and both servers: once, in order, by the owner only."""
 
 import asyncio
 from collections.abc import AsyncIterator

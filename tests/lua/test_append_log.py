@@ -1,4 +1,4 @@
-"""append_log on real servers: dense offsets, one entry per partition and call, a lost counter never a hole."""
+"""append_log on real servers: dense offsets, one entry per partition and call, never a hole."""
 
 from collections.abc import AsyncIterator
 

@@ -207,7 +207,7 @@ async def test_a_call_issued_between_a_refusal_and_its_repeat_does_not_see_a_gap
     first = store.materialise({SLOT: MailboxSeq(1)}, [write_of(2)])
     store._days[SLOT] = today()  # as if a neighbour's refusal had taught the day meanwhile
     second = store.materialise({SLOT: MailboxSeq(2)}, [write_of(3)])
-    assert await asyncio.gather(first, second) == [[DONE], [DONE]]
+    assert (await first, await second) == ([DONE], [DONE])
 
 
 @pytest.mark.shows("M9")

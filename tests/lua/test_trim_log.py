@@ -40,7 +40,7 @@ async def lows(log: RedisCommitLog) -> list[int]:
 
 async def test_a_consumer_without_a_position_keeps_everything(pipe: RedisPipe) -> None:
     for name in ("outbox", "dispatch"):
-        log = await log_of(pipe, name)  # type: ignore[arg-type]
+        log = await log_of(pipe, name)
         await log.trim({A: Offset(5), B: Offset(5)})
         assert await lows(log) == [0, 0]
 
