@@ -299,7 +299,7 @@ class Gateway:
             if opcode == _SEND:
                 granted -= 1
                 if granted < 0:
-                    self._refuse_send(sock, request_id, now)
+                    self._refuse_for_rate(sock, request_id, now)
                     continue
             destination = DESTINATION_OF[opcode]
             if destination is _CONVERSATION or destination is _USER:
@@ -334,10 +334,12 @@ class Gateway:
             sock.buckets = self._quotas.buckets(sock.tenant, sock.user, sock.address, now)
         return sock.buckets
 
-    def _refuse_send(self, sock: ClientSocket, request_id: int, now: float) -> None:
+    def _refuse_for_rate(self, sock: ClientSocket, request_id: int, now: float) -> None:
         self._metrics.shed_rate += 1
         after = retry_after_ms(self._buckets_of(sock, now), now)
-        self._answer(sock, build_error(request_id, ResourceExhausted("too many sends", retry_after_ms=after)))
+        self._answer(
+            sock, build_error(request_id, ResourceExhausted("too many requests", retry_after_ms=after))
+        )
 
     def _answer_here(self, sock: ClientSocket, frame: Frame, now: float) -> None:
         opcode, request_id, _ = frame
@@ -345,7 +347,11 @@ class Gateway:
             case Op.PING:
                 self._on_ping(sock, frame)
             case Op.AUTH:
-                self._on_auth(sock, frame, now)
+                # A signature costs as much as a message, so renewals are charged like one.
+                if grant(self._buckets_of(sock, now), 1, now):
+                    self._on_auth(sock, frame, now)
+                else:
+                    self._refuse_for_rate(sock, request_id, now)
             case Op.PONG:
                 sock.unanswered -= 1
             case _:

@@ -250,6 +250,16 @@ async def test_a_limit_on_sends_does_not_touch_other_requests() -> None:
         assert [request.request_id for request, _ in rig.router.requests] == [2, 4]
 
 
+async def test_renewals_are_charged_like_sends() -> None:
+    async with GatewayRig(sends=Rate(0.001, 1)) as rig:
+        client = await rig.logged_in()
+        await client.log_in(token(rig.clock))
+        client.send(build_message(Op.AUTH, 3, Auth(token(rig.clock), PHONE)))
+        assert (await client.body(Op.ERROR)).code == errors.ResourceExhausted.code
+        client.send(build_message(Op.PING, 4, Ping()))
+        await client.body(Op.PONG)
+
+
 async def test_one_connection_too_many_is_told_to_come_back() -> None:
     async with GatewayRig(connections_max=1) as rig:
         first = await rig.logged_in()
