@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter, validators
+from cyclopts import App, CycloptsError, Parameter, validators
 
 from qim.errors import ConfigError, ExitCode, GuardRefused, QimError, StoreError
 
@@ -299,7 +299,15 @@ def _print_json(result: Mapping[str, object]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The entry point; ends the process with the exit code of the command."""
     try:
-        code = app(arguments)
+        code = app(
+            sys.argv[1:] if arguments is None else arguments,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+    except CycloptsError as error:
+        print(f"qim: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
+        code = ExitCode.USAGE
     except ConfigError as error:
         for problem in error.problems:
             print(f"qim: {problem}", file=sys.stderr)

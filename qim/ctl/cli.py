@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from qim.ctl import commands
 from qim.errors import ControlError, ExitCode, QimError
@@ -238,5 +238,12 @@ def _show(
 
 
 def main() -> None:
-    """Entry point of `qimctl`."""
-    sys.exit(app())
+    """Entry point of `qimctl`; wrong usage is one line."""
+    try:
+        code = app(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        print(f"qimctl: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
+        code = ExitCode.USAGE
+    except KeyboardInterrupt:
+        code = ExitCode.NO
+    sys.exit(code or ExitCode.OK)
