@@ -98,7 +98,7 @@ def test_workers_take_the_highest_allowed_cpus_and_housekeeping_the_rest() -> No
 def test_environment_that_a_person_set_is_left_alone() -> None:
     profile = load_profile("base", host=Host((0,)))
     assert profile.missing_environment({"MALLOC_ARENA_MAX": "8"}) == {
-        "MALLOC_MMAP_THRESHOLD_": "4194304",
+        "MALLOC_MMAP_THRESHOLD_": "262144",
         "MALLOC_TRIM_THRESHOLD_": "268435456",
     }
 
