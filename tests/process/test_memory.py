@@ -20,7 +20,7 @@ from tests.waiting import happens
 
 CONNECTIONS = 2_000
 LOGINS_AT_ONCE = 1
-"""One after the other is the dearest order: each handshake dirties pages that the next buffer may take over."""
+"""One after the other is the dearest order: the next buffer may take over pages that a handshake dirtied."""
 IDLE_WORKER_BYTES_MAX = 120 * 1024 * 1024
 CONNECTION_BYTES_MAX = 40 * 1024
 
