@@ -19,7 +19,7 @@ local found = call('EXISTS', unpack(KEYS, key_at + 1, key_at + items)) -- MGET s
 for i = collect_at + 1, #KEYS do call('ZCARD', KEYS[i]) end
 local now = call('TIME')
 now = now[1] * 1000 + now[2] / 1000
-local answers, last, first, values, fields, records, due = {}, {}, {}, {}, {}, {}, {}
+local answers, last, first, values, fields, news, due = {}, {}, {}, {}, {}, {}, {}
 for i = 1, items do
   local head, field = ARGV[head_at + i], KEYS[key_at + i]
   local slot, conv, collect = byte(head, 1, 3)
@@ -39,22 +39,22 @@ for i = 1, items do
     answers[i] = -3
   else
     local seq = (last[conv] or tonumber(call('HGET', KEYS[2 + conv], 'n') or 0)) + 1
-    local text, list = format('%d', seq), records[conv] or {}
-    assert(#list > 0 or call('HEXISTS', KEYS[hot_at + conv], text) == 0, 'a record above the last sequence')
+    local text, count = format('%d', seq), 2 * #news
+    assert(last[conv] or call('HEXISTS', KEYS[hot_at + conv], text) == 0, 'a record above the last sequence')
     answers[i] = -4
     if seq <= seq_max then
       answers[i], last[conv], first[field], values[i] = seq, seq, i, sub(head, 4, 47) .. text
-      fields[#fields + 1], fields[#fields + 2] = field, values[i]
-      list[#list + 1], list[#list + 2], records[conv] = text, ARGV[record_at + i], list
+      fields[count + 1], fields[count + 2], news[count / 2 + 1] = field, values[i], i
       if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], sub(head, 48), sub(field, 16, 35) .. text } end
     end
   end
 end
 assert(found == 0, 'wrong type under an idempotency key')
-if #fields > 0 then call('HSET', KEYS[2], unpack(fields)) end
-for conv, list in pairs(records) do
-  call('HSET', KEYS[2 + conv], 'n', list[#list - 1])
-  call('HSET', KEYS[hot_at + conv], unpack(list))
+if #news > 0 then call('HSET', KEYS[2], unpack(fields)) end
+for at, i in ipairs(news) do
+  local conv, text = byte(ARGV[head_at + i], 2), sub(fields[2 * at], 45)
+  call('HSET', KEYS[hot_at + conv], text, ARGV[record_at + i])
+  if last[conv] == answers[i] then call('HSET', KEYS[2 + conv], 'n', text) end
 end
 for _, entry in ipairs(due) do call('ZADD', unpack(entry)) end
 return answers

@@ -43,7 +43,7 @@ PENDING_SCAN_COUNT: Final = 256
 """Entries of msgpending that one scan step looks at, about: a tenth of a millisecond of the server."""
 
 _HEAD = struct.Struct(">BBB36sQ")
-_MARK_HEAD = struct.Struct(">BBB")
+_MARK_HEAD = struct.Struct(">BBBB")
 _U64 = struct.Struct(">Q")
 _REFUSALS: Final = {
     -1: Reserved.CONFLICT,
@@ -136,11 +136,13 @@ class RedisCommitStore(RedisOwnership):
 
     def _mark_call(self, run: Sequence[Commit], hour: int) -> tuple[list[bytes], list[Argument]]:
         places = _Run(self._epochs)
-        heads = [
-            _MARK_HEAD.pack(*places.place(item.key), item.key.bucket)
-            + (b"" if item.control else b"r" + item.key.sender)
-            for item in run
-        ]
+        marks: dict[tuple[int, bytes], int] = {}
+        heads = []
+        for item in run:
+            slot, conversation = places.place(item.key)
+            user = b"" if item.control else b"r" + item.key.sender
+            mark = marks.setdefault((conversation, user), len(marks) + 1)
+            heads.append(_MARK_HEAD.pack(slot, conversation, mark, item.key.bucket) + user)
         script_keys = [
             keys.OWNER, keys.PENDING, keys.LOG_SEEN,
             keys.hour_key(hour), keys.hour_key(hour + 1), keys.hour_key(hour + 2),
