@@ -143,7 +143,7 @@ def test_tools_without_a_server_are_started_with_their_words(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["mailbox", "retry", "many"], "many"), (["mailbox", "retry"], "SLOT"), (["nowhere"], "nowhere")],
+    [(["mailbox", "retry", "many"], "many"), (["mailbox", "retry"], "--slot"), (["nowhere"], "nowhere")],
 )
 def test_wrong_usage_is_one_line_and_ends_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
