@@ -48,6 +48,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "connection_slow": "Connections were closed because their clients did not read.",
     "control_failed": "A command on the control socket failed on a defect; the caller was told.",
     "dispatch_append_unknown": "A dispatch batch has an unknown outcome; it is repeated as it was.",
+    "descriptor_limit_raised": "This process may open more files than it was started with.",
     "drain_deadline_missed": "A child did not stop in time and was killed.",
     "drain_finished": "Everything accepted is finished or left for the next start to recover.",
     "drain_hurried": "A second signal cut the stop short.",

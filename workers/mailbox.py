@@ -120,6 +120,15 @@ class Mailbox:
         }
 
     @property
+    def queued(self) -> int:
+        """Records that wait for a serial lane."""
+        return sum(
+            len(shard.queue)
+            for instance in self._instances.values()
+            for shard in instance.shards.shards.values()
+        )
+
+    @property
     def watermarks(self) -> dict[SlotId, MailboxSeq]:
         return {
             slot: shard.watermark

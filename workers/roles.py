@@ -16,7 +16,7 @@ import socket
 import ssl
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from structlog import get_logger
 
@@ -24,8 +24,10 @@ from qim.clock import Clock
 from qim.config import Config
 from qim.domain.gateway import GatewayLimits, Rate
 from qim.domain.placement import Placement
-from qim.ids import BootId, SlotId, WorkerId
+from qim.errors import StoreError
+from qim.ids import BootId, Offset, SlotId, WorkerId
 from qim.metrics import Metrics
+from qim.ports import Watermarks
 from qim.tokens import TokenVerifier
 from workers.failpoints import Failpoints
 from workers.fanout import Fanout
@@ -38,6 +40,9 @@ from workers.retention import Retention
 from workers.router import Router
 from workers.wiring import Stores
 from workers.writer import Writer
+
+LAG_SECONDS: Final = 10.0
+"""One question per partition; a lag that matters grows for minutes."""
 
 log = get_logger()
 
@@ -68,9 +73,6 @@ class Roles:
         slots = tuple(SlotId(slot) for slot in placement.slots_of(worker))
         outbound = Outbound(asyncio.get_running_loop())
         router = Router(worker=worker, placement=placement, clock=clock, metrics=metrics)
-        common: dict[str, Any] = {
-            "clock": clock, "metrics": metrics, "failpoints": failpoints, "on_fatal": self._on_fatal,
-        }  # fmt: skip
         self.gateway = Gateway(
             router=router,
             tokens=tokens,
@@ -81,25 +83,21 @@ class Roles:
             tls=tls,
         )
         self.presence = Presence(placement=placement, mailboxes=stores.mailboxes, answers=router)
+        common: dict[str, Any] = {
+            "placement": placement, "clock": clock, "metrics": metrics, "failpoints": failpoints,
+            "on_fatal": self._on_fatal,
+        }  # fmt: skip
         self.writer = Writer(
             worker=worker,
-            placement=placement,
             stores=stores.commits,
             outbox=stores.outbox,
             company_wait_us=config.writer.company_wait_us,
             **common,
         )
-        self.fanout = Fanout(
-            slots=slots,
-            placement=placement,
-            stores=stores.commits,
-            outbox=stores.outbox,
-            dispatch=stores.dispatch,
-            **common,
-        )
+        logs: dict[str, Any] = {"outbox": stores.outbox, "dispatch": stores.dispatch}
+        self.fanout = Fanout(slots=slots, stores=stores.commits, **logs, **common)
         self.mailbox = Mailbox(
             slots=slots,
-            placement=placement,
             stores=stores.mailboxes,
             dispatch=stores.dispatch,
             presence=self.presence,
@@ -116,15 +114,7 @@ class Roles:
             mailbox=self.mailbox,
             links=self.links,
         )
-        self._trimmers = [
-            Retention(
-                name=name, slots=slots, commit_log=commit_log, positions=positions, clock=clock
-            )
-            for name, commit_log, positions in (
-                ("outbox", stores.outbox, lambda: self.fanout.positions),
-                ("dispatch", stores.dispatch, lambda: self.mailbox.positions),
-            )
-        ]  # fmt: skip
+        self._cursors = Cursors(slots=slots, roles=self, stores=stores, metrics=metrics, clock=clock)
 
     def _make_links(
         self, worker: WorkerId, placement: Placement, boot: BootId, outbound: Outbound, router: Router
@@ -151,8 +141,7 @@ class Roles:
         # Finished or not: what it could not finish stays pending and delays only its own conversations.
         await self.writer.recover_once(older_than_ms=0)
         self._begin("writer", self.writer.run())
-        for trimmer in self._trimmers:
-            self._begin("retention", trimmer.run())
+        self._begin("cursors", self._cursors.run())
         if self.links is not None:
             await self.links.listen()
             if self._dials:
@@ -216,6 +205,60 @@ class Roles:
             for peer, state in self.links.health.items()
             if state.name != "UP"
         }
+
+
+class Cursors:
+    """What follows the two logs of a worker from outside the message path: the trimmers and the lag."""
+
+    def __init__(
+        self, *, slots: tuple[SlotId, ...], roles: Roles, stores: Stores, metrics: Metrics, clock: Clock
+    ) -> None:
+        self._slots = slots
+        self._metrics = metrics
+        self._roles = roles
+        self._stores = stores
+        self._trimmers = [
+            Retention(
+                name="outbox",
+                slots=slots,
+                commit_log=stores.outbox,
+                positions=lambda: roles.fanout.positions,
+                clock=clock,
+            ),
+            Retention(
+                name="dispatch",
+                slots=slots,
+                commit_log=stores.dispatch,
+                positions=lambda: roles.mailbox.positions,
+                clock=clock,
+            ),
+        ]
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for trimmer in self._trimmers:
+                tasks.create_task(trimmer.run())
+            while True:
+                await asyncio.sleep(LAG_SECONDS)
+                await self._measure()
+
+    async def _measure(self) -> None:
+        metrics, roles = self._metrics, self._roles
+        metrics.mailbox_queue = roles.mailbox.queued
+        try:
+            outbox = await self._stores.outbox.watermarks(self._slots)
+            dispatch = await self._stores.dispatch.watermarks(self._slots)
+        except StoreError:
+            # The last numbers stay; that a store is away is said elsewhere.
+            return
+        for slot in self._slots:
+            metrics.fanout_lag[slot] = _lag(outbox[slot], roles.fanout.positions.get(slot))
+            metrics.mailbox_lag[slot] = _lag(dispatch[slot], roles.mailbox.positions.get(slot))
+
+
+def _lag(mark: Watermarks, position: Offset | None) -> int:
+    return mark.high if position is None else mark.high - 1 - position
 
 
 def gateway_limits(config: Config) -> GatewayLimits:

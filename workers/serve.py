@@ -22,7 +22,6 @@ from typing import Final
 
 from structlog import get_logger
 
-from qim.adapters.lua_scripts import LuaScripts
 from qim.clock import SystemClock
 from qim.config import Config, Secret, load_config
 from qim.config_checks import check_files, read_secret
@@ -41,6 +40,7 @@ from workers.listeners import Listeners
 from workers.notify import Notifier
 from workers.reload import forget_reload, reload_of, write_reload
 from workers.supervisor import ChildPlan, Supervisor
+from workers.wiring import load_scripts
 from workers.worker import WorkerJob, run_worker
 
 EXECUTED: Final = "QIM_EXECUTED_ONCE"
@@ -151,7 +151,7 @@ def _plan_children(
     job = WorkerJob(
         config=config,
         placement=placement,
-        scripts=LuaScripts.load(),
+        scripts=load_scripts(),
         tokens=make_verifier(config),
         tls=reload_of(config, os.environ).make_context(),
         failpoints=failpoints_from_environment(os.environ, enabled=config.test.failpoints),

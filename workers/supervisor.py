@@ -119,6 +119,7 @@ class Supervisor:
         self._next_ping_ms = 0
         self._next_extension_ms = 0
         self._wake_planned_ms = 0
+        self._judge_from_ms = 0
         self._pid = os.getpid()
 
     def run(self) -> int:
@@ -264,6 +265,9 @@ class Supervisor:
     def _judge_children(self, now_ms: int) -> None:
         if self._wake_planned_ms and now_ms - self._wake_planned_ms > self._watch.late_ms:
             log.warning("supervisor_paused", late_ms=now_ms - self._wake_planned_ms)
+            # The children were paused too and get as long again to beat.
+            self._judge_from_ms = now_ms + self._watch.late_ms
+        if now_ms < self._judge_from_ms:
             return
         for child in self._running():
             silent_ms = self._silent_ms(child, now_ms)
@@ -278,10 +282,11 @@ class Supervisor:
 
     def _punish(self, child: Child, verdict: Silence, silent_ms: int) -> None:
         child.measure = verdict
-        event = "worker_slow" if verdict is Silence.SLOW else "worker_silent"
-        log.warning(event, child=child.plan.name, silent_ms=silent_ms, measure=verdict.value)
-        if verdict in MEASURES:
-            os.kill(child.pid, MEASURES[verdict])
+        if verdict is Silence.SLOW:
+            log.warning("worker_slow", child=child.plan.name, silent_ms=silent_ms, measure=verdict.value)
+            return
+        log.error("worker_silent", child=child.plan.name, silent_ms=silent_ms, measure=verdict.value)
+        os.kill(child.pid, MEASURES[verdict])
 
     # --- drain ---
 

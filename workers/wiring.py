@@ -34,6 +34,9 @@ MAILBOX: Final = "mailbox"
 LOG: Final = "log"
 
 
+Scripts = LuaScripts
+
+
 class Instance(NamedTuple):
     """One server, in all the roles that it has for us."""
 
@@ -106,6 +109,11 @@ class Stores:
             instance.pipe.on_connected.append(callback)
 
     @property
+    def unreachable(self) -> frozenset[str]:
+        """Servers without a connection now; who was never connected counts too."""
+        return frozenset(each.where for each in self.instances if not each.pipe.is_connected)
+
+    @property
     def reconnects(self) -> int:
         return sum(instance.pipe.reconnects for instance in self.instances)
 
@@ -123,6 +131,11 @@ class Stores:
     async def close(self) -> None:
         await asyncio.gather(self.outbox.close(), self.dispatch.close())
         await asyncio.gather(*(instance.pipe.close() for instance in self.instances))
+
+
+def load_scripts() -> LuaScripts:
+    """Read before the fork, so that no child depends on files."""
+    return LuaScripts.load()
 
 
 def wire(

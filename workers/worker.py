@@ -27,7 +27,6 @@ from typing import Any, Final
 import uvloop
 from structlog import get_logger
 
-from qim.adapters.lua_scripts import LuaScripts
 from qim.clock import SystemClock
 from qim.config import Config, Secret
 from qim.domain.placement import Placement
@@ -48,7 +47,7 @@ from workers.operator import worker_commands
 from workers.reload import read_reload
 from workers.roles import Roles
 from workers.vitals import Vitals
-from workers.wiring import Stores, wire
+from workers.wiring import Scripts, Stores, wire
 
 CONNECT_BACKOFF_SECONDS: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 
@@ -61,7 +60,7 @@ class WorkerJob:
 
     config: Config
     placement: Placement
-    scripts: LuaScripts
+    scripts: Scripts
     tokens: TokenVerifier
     tls: ssl.SSLContext
     failpoints: Failpoints
@@ -103,6 +102,8 @@ class Worker:
         """What the start waits for, in words; empty when it does not wait."""
         self._sink = sink
         self._stores: Stores | None = None
+        self._away: frozenset[str] = frozenset()
+        """Servers without a connection when last looked at."""
         self._told = asyncio.Event()
         """Set when the wanted stage has changed."""
         self._wanted = Stage.NONE
@@ -193,7 +194,7 @@ class Worker:
             os.sched_setaffinity(0, {job.cpus[self.worker % len(job.cpus)]})
         assert self.context.listener is not None
         listener = self.context.listener
-        await self._until_stores_answer(lambda: roles.start(listener))
+        await roles.start(listener)
 
     async def _admit(self, stores: Stores, claims: Claims) -> None:
         await stores.connect()
@@ -385,8 +386,15 @@ class Worker:
 
     def _collect_metrics(self) -> None:
         self.metrics.log_dropped = self._sink.dropped
-        if self._stores is not None:
-            self.metrics.redis_reconnects = self._stores.reconnects
+        if self._stores is None:
+            return
+        self.metrics.redis_reconnects = self._stores.reconnects
+        away = self._stores.unreachable
+        for where in away - self._away:
+            log.error("store_lost", store=where)
+        for where in self._away - away:
+            log.info("store_reached", store=where)
+        self._away = away
 
 
 async def _first(fenced: asyncio.Future[SlotId]) -> None:

@@ -85,7 +85,7 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=90,
         env={**os.environ, **(environment or {})},
         check=False,
     )
