@@ -16,11 +16,12 @@ import asyncio
 import json
 import resource
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -36,8 +37,9 @@ from loadtest.generator import Generator
 from loadtest.launch import start_server
 from loadtest.report import Floor, Run, StepSearch, as_json, batch_means, marks, mean_floor
 from loadtest.server import Observer, Server, machine_facts, spent, worker_lag_p99_ms
+from loadtest.user import NUMBER
 from qim.clock import SystemClock
-from qim.errors import ExitCode, QimError
+from qim.errors import ConfigError, ExitCode, QimError
 
 USER_SENDS_PER_SECOND_MAX: Final = 20.0
 """A fifth of the default limit of one user: bursts of the schedule must never meet the limit."""
@@ -48,103 +50,82 @@ STEPS_MAX: Final = 14
 app = App(name="capacity", help=__doc__, version_flags=())
 
 
+def _option(text: str, **names: Any) -> Parameter:
+    return Parameter(help=text, negative=(), **names)
+
+
+@Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was asked for."""
+    """What to measure."""
 
-    rate: float
-    seconds: float
-    warm_up_seconds: float
-    users: int
-    seed: int
-    body_bytes: int
-    find_max: bool
-    floor: bool
-    store_binary: str | None
+    rate: Annotated[float, _option("messages a second; with --find-max those of the first step")] = 1000.0
+    seconds: Annotated[float, _option("length of the measured window")] = 20.0
+    warm_up: Annotated[float, _option("seconds before it, checked but not measured")] = 3.0
+    users: Annotated[int, _option("an even number; 0 chooses enough for the rate")] = 0
+    find_max: Annotated[bool, _option("search the highest sustained rate")] = False
+    seed: Annotated[int, _option("of the schedule")] = 1
+    body_bytes: Annotated[int, _option("size of a message, at least 16")] = 128
+    no_floor: Annotated[bool, _option("leave the calibration out")] = False
+    redis_server: Annotated[str | None, _option("binary for the embedded store and the calibration")] = None
+    workers: Annotated[int, _option("of the server that is started here; 0 leaves it to the profile")] = 0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server that runs already; without --endpoint one is started."""
+
+    endpoint: Annotated[str | None, _option("host:port of a running server")] = None
+    ca: Annotated[Path | None, _option("certificate to trust")] = None
+    token_key: Annotated[Path | None, _option("private key that signs the users' tokens")] = None
+    kid: Annotated[str, _option("id of that key")] = "dev"
+    issuer: Annotated[str, _option("`iss` of the tokens")] = "qim"
+    audience: Annotated[str, _option("`aud` of the tokens")] = "qim"
+    server_name: Annotated[str, _option("name in the server's certificate")] = "localhost"
+    runtime: Annotated[Path | None, _option("folder of its control sockets, for processor time")] = None
+    store_pid: Annotated[int | None, _option("process of its store")] = None
+
+    def server(self) -> Server | None:
+        """Raises ConfigError when the options do not fit together."""
+        if self.endpoint is None:
+            return None
+        host, _, port = self.endpoint.rpartition(":")
+        if self.ca is None or self.token_key is None or not port.isdecimal():
+            raise ConfigError(["--endpoint is host:port, and needs --ca and --token-key"])
+        return Server(
+            host=host,
+            port=int(port),
+            ca_file=self.ca,
+            token_key_pem=self.token_key.read_bytes(),
+            kid=self.kid,
+            issuer=self.issuer,
+            audience=self.audience,
+            server_name=self.server_name,
+            runtime_dir=self.runtime,
+            store_pid=self.store_pid,
+        )
+
+
+DEFAULT_PLAN: Final = Plan()
+DEFAULT_TARGET: Final = Target()
 
 
 @app.default
 def main(
     *,
-    rate: float = 1000.0,
-    seconds: float = 20.0,
-    warm_up: float = 3.0,
-    users: int = 0,
-    workers: int = 0,
-    find_max: Annotated[bool, Parameter(negative=())] = False,
-    as_object: Annotated[bool, Parameter(name="--json", negative=())] = False,
-    seed: int = 1,
-    body_bytes: int = 128,
-    floor: bool = True,
-    redis_server: str | None = None,
-    endpoint: str | None = None,
-    ca: Path | None = None,
-    token_key: Path | None = None,
-    kid: str = "dev",
-    issuer: str = "qim",
-    audience: str = "qim",
-    server_name: str = "localhost",
-    runtime: Path | None = None,
-    store_pid: int | None = None,
+    plan: Plan = DEFAULT_PLAN,
+    target: Target = DEFAULT_TARGET,
+    as_object: Annotated[bool, _option("one JSON object on standard output", name="--json")] = False,
 ) -> int:
-    """Measures a server.
-
-    Parameters
-    ----------
-    rate: messages offered per second; with --find-max the rate of the first step
-    seconds: length of the measured window
-    warm_up: seconds before it that are checked but not measured
-    users: even number of users; 0 chooses enough for the rate
-    workers: worker processes of the server that is started here; 0 leaves it to the tuning profile
-    find_max: search the highest sustained rate
-    as_object: one JSON object on standard output instead of a table
-    seed: of the schedule
-    body_bytes: size of a message body, at least 16
-    floor: calibrate before and after
-    redis_server: binary for the embedded store and the calibration
-    endpoint: host:port of a running server
-    ca: certificate to trust
-    token_key: private key that signs the users' tokens
-    kid: id of that key
-    issuer: `iss` of the tokens
-    audience: `aud` of the tokens
-    server_name: name in the server's certificate
-    runtime: folder with the server's control sockets, for its processor time and counters
-    store_pid: process of the server's store
-    """
-    plan = Plan(
-        rate=rate,
-        seconds=seconds,
-        warm_up_seconds=warm_up,
-        users=users + users % 2
-        or users_for(USERS_FOR_SEARCH * USER_SENDS_PER_SECOND_MAX if find_max else rate),
-        seed=seed,
-        body_bytes=max(16, body_bytes),
-        find_max=find_max,
-        floor=floor,
-        store_binary=redis_server,
-    )
+    """Measures a server: rate, latency, correctness and the processor time of a message."""
     raise_descriptor_limit()
-    given = None
-    if endpoint is not None:
-        if ca is None or token_key is None:
-            print("--endpoint needs --ca and --token-key", file=sys.stderr)
-            return ExitCode.USAGE
-        host, _, port = endpoint.rpartition(":")
-        given = Server(
-            host=host,
-            port=int(port),
-            ca_file=ca,
-            token_key_pem=token_key.read_bytes(),
-            kid=kid,
-            issuer=issuer,
-            audience=audience,
-            server_name=server_name,
-            runtime_dir=runtime,
-            store_pid=store_pid,
-        )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: the server goes, too
     try:
-        return _run(plan, given, workers=workers, as_object=as_object)
+        return _run(with_users(plan), target.server(), as_object=as_object)
+    except ConfigError as error:
+        print(f"capacity: {error}", file=sys.stderr)
+        return ExitCode.USAGE
     except (QimError, OSError) as error:
         print(f"capacity: {error}", file=sys.stderr)
         return ExitCode.UNREACHABLE
@@ -152,8 +133,15 @@ def main(
         return ExitCode.NO
 
 
-def _run(plan: Plan, given: Server | None, *, workers: int, as_object: bool) -> int:
-    with start_server(given, workers=workers, redis_server=plan.store_binary) as server:
+def with_users(plan: Plan) -> Plan:
+    """The plan with an even number of users and a body that can name its message."""
+    users = USERS_FOR_SEARCH if plan.find_max else users_for(plan.rate)
+    chosen = plan.users + plan.users % 2 or users
+    return replace(plan, users=chosen, body_bytes=max(NUMBER.size, plan.body_bytes))
+
+
+def _run(plan: Plan, given: Server | None, *, as_object: bool) -> int:
+    with start_server(given, workers=plan.workers, redis_server=plan.redis_server) as server:
         runs, floors, machine = uvloop.run(measure(plan, server))
     best = choose(runs)
     if as_object:
@@ -203,13 +191,13 @@ async def measure(plan: Plan, server: Server) -> tuple[list[Run], list[Floor], d
         body_size=plan.body_bytes,
         clock=SystemClock(),
     )
-    floors = [await calibrate(plan, server)] if plan.floor else []
+    floors = [await calibrate(plan, server)] if not plan.no_floor else []
     await generator.connect()
     try:
         runs = await (search(plan, generator, observer) if plan.find_max else once(plan, generator, observer))
     finally:
         await generator.close()
-    if plan.floor:
+    if not plan.no_floor:
         floors.append(await calibrate(plan, server))
     machine = machine_facts(workers=observer.worker_count if observer.can_see_workers else None)
     return runs, floors, machine | {"users": plan.users, "seed": plan.seed, "body_bytes": plan.body_bytes}
@@ -217,12 +205,12 @@ async def measure(plan: Plan, server: Server) -> tuple[list[Run], list[Floor], d
 
 async def calibrate(plan: Plan, server: Server) -> Floor:
     folder = server.runtime_dir.parent if server.runtime_dir is not None else Path(tempfile.gettempdir())
-    binary = find_store_binary(plan.store_binary, server.store_pid)
+    binary = find_store_binary(plan.redis_server, server.store_pid)
     return await measure_floor(store_binary=binary, folder=folder, body_bytes=plan.body_bytes)
 
 
 async def once(plan: Plan, generator: Generator, observer: Observer) -> list[Run]:
-    async with progress(f"{plan.rate:g} msg/s", plan.warm_up_seconds + plan.seconds):
+    async with progress(f"{plan.rate:g} msg/s", plan.warm_up + plan.seconds):
         return [await step(plan, plan.rate, generator, observer)]
 
 
@@ -232,7 +220,7 @@ async def search(plan: Plan, generator: Generator, observer: Observer) -> list[R
     runs: list[Run] = []
     while found.next_rate is not None and len(runs) < STEPS_MAX:
         rate = round(found.next_rate)
-        async with progress(f"step {len(runs) + 1}: {rate} msg/s", plan.warm_up_seconds + plan.seconds):
+        async with progress(f"step {len(runs) + 1}: {rate} msg/s", plan.warm_up + plan.seconds):
             run = await step(plan, rate, generator, observer)
         runs.append(run)
         found.report(rate, sustained=run.is_sustained)
@@ -243,10 +231,10 @@ async def search(plan: Plan, generator: Generator, observer: Observer) -> list[R
 
 async def step(plan: Plan, rate: float, generator: Generator, observer: Observer) -> Run:
     """One rate: warm up, measure, drain."""
-    ledger = generator.prepare(rate=rate, seconds=plan.seconds, warm_up_seconds=plan.warm_up_seconds)
+    ledger = generator.prepare(rate=rate, seconds=plan.seconds, warm_up_seconds=plan.warm_up)
     counters = await asyncio.to_thread(observer.counters)
     play = asyncio.ensure_future(generator.play())
-    await asyncio.sleep(plan.warm_up_seconds)
+    await asyncio.sleep(plan.warm_up)
     before, accepted_before = observer.sample(), ledger.accepted
     await asyncio.sleep(plan.seconds)
     accepted_in_window = ledger.accepted - accepted_before

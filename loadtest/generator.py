@@ -95,6 +95,10 @@ class Generator:
         self._ready = asyncio.Event()
         self._ledger = Ledger(array("d"), first=0, warm_up_seconds=0.0)
         self._started = 0.0
+        self._position = 0
+        self._ticks = 0
+        self._choose = Random(seed).randrange
+        self._played: asyncio.Future[None]
         self._numbers: dict[tuple[int, int], int] = {}
         self._early_echoes: dict[tuple[int, int], float] = {}
         self.ended: Counter[int] = Counter()
@@ -151,30 +155,29 @@ class Generator:
 
     async def play(self) -> None:
         """Sends everything at its time; returns when the last message was written."""
-        ledger, loop = self._ledger, asyncio.get_running_loop()
-        done = loop.create_future()
-        choose = Random(self._seed + ledger.first).randrange
-        position, ticks = 0, 0
+        self._position, self._ticks = 0, 0
+        self._choose = Random(self._seed + self._ledger.first).randrange
+        self._played = asyncio.get_running_loop().create_future()
         self._started = self._clock.monotonic()
+        self._tick()
+        await self._played
+        self._sent += len(self._ledger)
 
-        def tick() -> None:
-            nonlocal position, ticks
-            now = self._clock.monotonic()
-            elapsed = now - self._started
-            while position < len(ledger) and ledger.due[position] <= elapsed:
-                self._send(ledger.first + position, self._sockets[choose(len(self._sockets))], now)
-                position += 1
-            ticks += 1
-            if ticks % SWEEP_TICKS == 0:
-                self._sweep(now)
-            if position < len(ledger):
-                loop.call_later(TICK_SECONDS, tick)
-            elif not done.done():
-                done.set_result(None)
-
-        tick()
-        await done
-        self._sent += len(ledger)
+    def _tick(self) -> None:
+        """Everything that is due by now, however late; then the next tick."""
+        ledger, users = self._ledger, len(self._sockets)
+        now = self._clock.monotonic()
+        elapsed = now - self._started
+        while self._position < len(ledger) and ledger.due[self._position] <= elapsed:
+            self._send(ledger.first + self._position, self._sockets[self._choose(users)], now)
+            self._position += 1
+        self._ticks += 1
+        if self._ticks % SWEEP_TICKS == 0:
+            self._sweep(now)
+        if self._position < len(ledger):
+            asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+        elif not self._played.done():
+            self._played.set_result(None)
 
     async def settle(self) -> None:
         """Waits for what is on its way, then lets everybody pull once: what is missing then is lost."""
@@ -224,7 +227,7 @@ class Generator:
         if self._ledger.holds(number):
             self._ledger.on_refused(number, code)
 
-    def on_entry(self, user: User, mailbox_seq: int, entry: Entry, *, pushed: bool) -> None:  # noqa: ARG002
+    def on_entry(self, user: User, mailbox_seq: int, entry: Entry, *, pushed: bool) -> None:  # noqa: ARG002 - as above
         run, number = parse_body(entry.record.body)
         if run == self._run and self._ledger.holds(number):
             at = self._clock.monotonic() - self._started

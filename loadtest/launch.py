@@ -2,9 +2,11 @@
 
 It is started as a person would start it, by `qim dev` with data of its own, so what is measured is what
 people run. Nothing is tuned for the generator: it has enough users to stay below the rate limit of each. The
-launcher stops the service first and the store last; a launcher that is killed takes its children with it.
+launcher stops the service first and the store last. A generator that is killed leaves nothing running: the
+kernel then ends the launcher, which ends the rest.
 """
 
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any, Final
@@ -20,6 +23,7 @@ from loadtest.server import Server, listener_pid
 from qim.clock import SystemClock
 from qim.ctl.protocol import call
 from qim.errors import QimError
+from workers.child import die_with_parent
 
 ADDRESS: Final = "127.0.0.1"
 START_SECONDS_MAX: Final = 60.0
@@ -83,7 +87,14 @@ def _start(data: Path, *, log: int, workers: int, redis_server: str | None) -> s
     if redis_server:
         command += ["--redis-server", redis_server]
     # A group of its own: Ctrl-C ends the measurement, which then stops the server itself.
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        process_group=0,
+        preexec_fn=partial(die_with_parent, os.getpid(), signal_number=signal.SIGTERM),  # noqa: PLW1509 - no thread exists here, and only a system call is made
+    )
 
 
 def _free_port() -> int:

@@ -212,7 +212,7 @@ class ChatUser(LocustUser):
         if sent is not None:
             fire("SEND", "message", _clock.monotonic() - sent, error=DeliveryError(f"refused with {code}"))
 
-    def on_entry(self, user: User, mailbox_seq: int, entry: Entry, *, pushed: bool) -> None:  # noqa: ARG002
+    def on_entry(self, user: User, mailbox_seq: int, entry: Entry, *, pushed: bool) -> None:  # noqa: ARG002 - as above
         run, number = parse_body(entry.record.body)
         if run != _run:
             return
