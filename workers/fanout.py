@@ -15,6 +15,7 @@ Full: there is no queue. The next batch is read when this one is finished; the l
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from structlog import get_logger
@@ -28,6 +29,7 @@ from qim.errors import (
     OffsetOutOfRange,
     RecordCorrupt,
     StoreBroken,
+    StoreError,
     StoreRefused,
     StoreUnknown,
 )
@@ -150,7 +152,7 @@ class Fanout:
                 )
             except OffsetOutOfRange as error:
                 self._stop_reading(error)
-            except (StoreUnknown, StoreRefused) as error:
+            except StoreError as error:
                 log.warning("log_read_failed", role=GROUP, reason=str(error))
                 await asyncio.sleep(backoff_ms(3) / 1000)
             else:
@@ -197,13 +199,29 @@ class Fanout:
         while wanted:
             try:
                 offsets = await self._dispatch.append(wanted)
-            except (StoreUnknown, StoreRefused, StoreBroken) as error:
+            except StoreBroken as error:
+                log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
+                wanted = await self._append_apart(wanted)
+            except (StoreUnknown, StoreRefused) as error:
                 log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
             else:
                 wanted = [item for item, offset in zip(wanted, offsets, strict=True) if offset is None]
             if wanted:
                 attempts += 1
                 await asyncio.sleep(backoff_ms(attempts) / 1000)
+
+    async def _append_apart(self, wanted: Sequence[PlannedDispatch]) -> list[PlannedDispatch]:
+        """Shard by shard, so that one broken partition does not make the others double; what is left."""
+        left: list[PlannedDispatch] = []
+        for _shard, group in groupby(wanted, key=_shard_of):
+            records = list(group)
+            try:
+                offsets = await self._dispatch.append(records)
+            except StoreError:
+                left += records
+            else:
+                left += [item for item, offset in zip(records, offsets, strict=True) if offset is None]
+        return left
 
     async def _store_positions(self, reached: Mapping[SlotId, Offset]) -> None:
         """Returns when all are stored. Repeating is harmless: positions only rise."""

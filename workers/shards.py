@@ -24,7 +24,7 @@ from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain import mailbox as rules
-from qim.errors import OffsetOutOfRange, RecordCorrupt, StoreBroken, StoreError, StoreRefused, StoreUnknown
+from qim.errors import OffsetOutOfRange, RecordCorrupt, StoreBroken, StoreError
 from qim.ids import DispatchId, MailboxSeq, Offset, SlotId, WorkerId
 from qim.limits import (
     BATCHES_IN_FLIGHT_MAX,
@@ -153,7 +153,7 @@ class Shards:
                     )
                 except OffsetOutOfRange as error:
                     self._stop_reading(error)
-                except (StoreUnknown, StoreRefused) as error:
+                except StoreError as error:
                     log.warning("log_read_failed", role="mailbox", reason=str(error))
                     await asyncio.sleep(rules.backoff_ms(3) / 1000)
                 else:

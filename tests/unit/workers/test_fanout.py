@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from qim.errors import FailedPrecondition, StoreUnknown
+from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
 from qim.ids import Offset, SlotId
-from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, Rig, build_outbox, shard_of
+from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, Faulty, Rig, build_outbox, shard_of
 from tests.waiting import happens, stays
 from workers.failpoints import Action
 from workers.fanout import Fanout
@@ -168,3 +168,33 @@ async def test_a_partition_that_jumps_stops_alone(rig: Rig, fanout: Fanout) -> N
         await happens(lambda: _stored(rig) == {HOME: 0}, what="the other partition")
         assert fanout.stopped[OTHER].offset == 0
         assert list(fanout.stopped) == [OTHER]
+
+
+@pytest.mark.shows("F3", "X9")
+async def test_a_broken_dispatch_partition_holds_the_position_and_doubles_nothing_elsewhere(
+    rig: Rig, fanout: Fanout
+) -> None:
+    def broken(records: list[tuple[SlotId, bytes]]) -> StoreError | None:
+        return StoreBroken("counter") if any(slot == shard_of(ALICE) for slot, _data in records) else None
+
+    rig.dispatch.before["append"] = broken
+    await _feed(rig, 1)
+    async with rig.running(fanout):
+        await happens(lambda: rig.dispatch.calls.count("append") >= 6, what="some attempts")
+        assert not _stored(rig)
+        del rig.dispatch.before["append"]
+        await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
+    assert Counter(slot for slot, _record in await _dispatched(rig)) == {shard_of(ALICE): 1, shard_of(BOB): 1}
+
+
+async def test_a_log_that_cannot_be_read_is_read_again(rig: Rig, fanout: Fanout) -> None:
+    await fanout.open()
+    reader = fanout._reader
+    assert reader is not None
+    failing = Faulty(reader)
+    failing.fail("next_batch", StoreBroken("entry"))
+    rig.outbox._inner.open_reader = lambda _positions: failing
+    await _feed(rig, 1)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
+    assert failing.calls.count("next_batch") >= 2
