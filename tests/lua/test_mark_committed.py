@@ -279,3 +279,18 @@ async def test_a_call_of_many_runs_answers_in_the_order_of_its_items(store_serve
     async with opened_store(store_server) as (store, _):
         seqs = await send_all(store, [reservation(key_of(number)) for number in range(200)])
         assert seqs == list(range(1, 201))
+
+
+@pytest.mark.shows("C3")
+async def test_a_wrong_type_under_a_queue_to_be_drained_is_refused_before_any_write(
+    store_server: StoreServer,
+) -> None:
+    """Only the mark in the conversation says that there is a queue; the run itself adds nothing to it."""
+    async with opened_store(store_server) as (store, pipe):
+        commits = await recorded(store, 2)
+        await store.mark_committed(commits[1:])
+        await plant(pipe, AHEAD)
+        before = await picture(pipe)
+        with pytest.raises(StoreBroken):
+            await store.mark_committed(commits[:1])
+        assert await picture(pipe) == before

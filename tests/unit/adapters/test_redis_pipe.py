@@ -20,7 +20,7 @@ from qim.errors import ConfigError, StoreBroken, StoreError, StoreRefused, Store
 from qim.limits import STORE_INFLIGHT_COMMANDS_MAX, STORE_TIMEOUT_MS
 from qim.metrics import Metrics
 from tests.services import StoreServer
-from tests.waiting import happens
+from tests.waiting import eventually_async, happens
 
 SCRIPTS = LuaScripts(
     {"echo": b"#!lua\nreturn ARGV[1]", "fail": b"#!lua\nreturn redis.call('HGET', KEYS[1], 'f')"}
@@ -409,3 +409,32 @@ def test_the_pipe_works_on_the_loop_of_the_workers(fresh_valkey: StoreServer) ->
             assert await pipe.script("echo", [], ["x"]) == b"x"
 
     uvloop.run(talk())
+
+
+async def test_a_line_that_ends_right_after_the_greeting_leaves_no_dead_pipe(tmp_path: Path) -> None:
+    server = ScriptedServer(tmp_path / "s", echo)
+    loads: list[bytes] = []
+
+    def answer_and_end(command: list[bytes]) -> bytes | None:
+        reply = answer_greeting(command)
+        loads.append(command[0])
+        if loads.count(b"SCRIPT") == len(SCRIPTS.names) and command[0] == b"SCRIPT" and reply is not None:
+            server.write(reply)
+            server.transports[-1].close()
+            return b""
+        return reply
+
+    server.answer_greeting = answer_and_end
+    await server.start()
+    pipe = RedisPipe(server.url, clock=ManualClock(), scripts=SCRIPTS)
+    try:
+        await pipe.connect()
+    except StoreRefused:
+        await pipe.connect()
+
+    async def is_answered() -> bool:
+        return (await settle(pipe.command("A", "1"))) == [b"1"]
+
+    await eventually_async(is_answered, what="the pipe works")
+    await pipe.close()
+    server.stop()
