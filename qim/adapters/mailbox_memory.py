@@ -95,17 +95,20 @@ class MemoryMailboxStore(MemoryOwnership):
     ) -> asyncio.Future[list[Materialised]]:
         answers = []
         stopped: set[SlotId] = set()
-        watermarks = dict(expected)
+        off = {slot for slot, belief in expected.items() if belief != self._watermark_of(slot)}
+        for slot in {write.slot for write in writes}:
+            if slot in self.state.shards and not self._is_stale(slot):
+                self._turn_day(slot)
         for write in writes:
-            answer = self._materialise_one(write, watermarks[write.slot], is_behind=write.slot in stopped)
-            if answer is DONE:
-                watermarks[write.slot] = max(watermarks[write.slot], write.mailbox_seq)
-            else:
+            refused_before, is_off = write.slot in stopped, write.slot in off
+            answer = self._materialise_one(write, is_behind=refused_before, is_off=is_off)
+            if answer is not DONE:
                 stopped.add(write.slot)
             answers.append(answer)
         return done(answers)
 
-    def _materialise_one(self, write: MailboxWrite, expected: MailboxSeq, *, is_behind: bool) -> Materialised:
+    def _materialise_one(self, write: MailboxWrite, *, is_behind: bool, is_off: bool) -> Materialised:
+        expected = MailboxSeq(-1) if is_off else self._watermark_of(write.slot)
         refusal = self._refusal(write, expected)
         if refusal is Materialised.STALE_OWNER:
             return refusal
@@ -113,13 +116,13 @@ class MemoryMailboxStore(MemoryOwnership):
             return Materialised.BEHIND
         if refusal is not None:
             return refusal
-        day = self._turn_day(write.slot)
         known = self._progress_of(write).get(write.dispatch_id)
         if known is not None and known.digest != write.digest:
             return Materialised.MISMATCH
         if known is not None and known.state == "o":
             return Materialised.OPEN
         if known is None:
+            day = self.state.shards[write.slot].day
             self._note_progress(write, Progress(write.digest, "f", day))
             self._put(write, write.recipients, day)
         self._move(write)
@@ -249,6 +252,10 @@ class MemoryMailboxStore(MemoryOwnership):
         if expected != shard.watermark or write.mailbox_seq != max(shard.watermark + 1, shard.base):
             return Materialised.GAP
         return None
+
+    def _watermark_of(self, slot: SlotId) -> MailboxSeq:
+        shard = self.state.shards.get(slot)
+        return NO_SEQ if shard is None else shard.watermark
 
     def _today(self) -> int:
         return self._clock.now_ms() // DAY_MS

@@ -202,7 +202,10 @@ class MailboxMachine(RuleBasedStateMachine):
         try:
             found = self.runner.run(contents(self.pipe))
             found.pop(b"owner")
-            assert found == expected_contents(self.model_state)
+            expected = expected_contents(self.model_state)
+            differing = {key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)}
+            details = [(key, found.get(key), expected.get(key)) for key in differing]
+            assert not details, details[0]
         finally:
             self.runner.run(self.pipe.close())
             self.runner.close()
