@@ -14,9 +14,9 @@ This class owns the tasks; what they share (router, caches, tables) they got whe
 import asyncio
 import socket
 import ssl
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from structlog import get_logger
 
@@ -27,7 +27,7 @@ from qim.domain.placement import Placement
 from qim.errors import StoreError
 from qim.ids import BootId, Offset, SlotId, WorkerId
 from qim.metrics import Metrics
-from qim.ports import Watermarks
+from qim.ports import CommitLog, CommitStore, MailboxStore, Watermarks
 from qim.tokens import TokenVerifier
 from workers.failpoints import Failpoints
 from workers.fanout import Fanout
@@ -38,13 +38,28 @@ from workers.outbound import Outbound
 from workers.presence import Presence
 from workers.retention import Retention
 from workers.router import Router
-from workers.wiring import Stores
 from workers.writer import Writer
 
 LAG_SECONDS: Final = 10.0
 """One question per partition; a lag that matters grows for minutes."""
 
 log = get_logger()
+
+
+class RoleStores(Protocol):
+    """What the roles need of `wiring.Stores`; the simulation brings its own, on memory adapters."""
+
+    @property
+    def commits(self) -> Sequence[CommitStore]: ...
+
+    @property
+    def mailboxes(self) -> Sequence[MailboxStore]: ...
+
+    @property
+    def outbox(self) -> CommitLog: ...
+
+    @property
+    def dispatch(self) -> CommitLog: ...
 
 
 class Roles:
@@ -57,7 +72,7 @@ class Roles:
         worker: WorkerId,
         placement: Placement,
         boot: BootId,
-        stores: Stores,
+        stores: RoleStores,
         tokens: TokenVerifier,
         tls: ssl.SSLContext | None,
         clock: Clock,
@@ -211,7 +226,7 @@ class Cursors:
     """What follows the two logs of a worker from outside the message path: the trimmers and the lag."""
 
     def __init__(
-        self, *, slots: tuple[SlotId, ...], roles: Roles, stores: Stores, metrics: Metrics, clock: Clock
+        self, *, slots: tuple[SlotId, ...], roles: Roles, stores: RoleStores, metrics: Metrics, clock: Clock
     ) -> None:
         self._slots = slots
         self._metrics = metrics
