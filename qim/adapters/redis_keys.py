@@ -56,9 +56,8 @@ assert VALUE_HEAD_BYTES == 44
 pack_tenant = _TENANT.pack
 pack_epoch = _EPOCH.pack
 """An epoch as the first eight bytes of the owner value; scripts compare these bytes."""
-pack_value_head = _VALUE_HEAD.pack
-"""identity ‖ reserved_at: what a retry must share with the stored value."""
 unpack_value_head = _VALUE_HEAD.unpack_from
+"""identity, reserved_at: the head of the pending value and of the committed value."""
 
 
 def bucket_tag(bucket: BucketId) -> bytes:
