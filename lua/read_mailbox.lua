@@ -17,7 +17,7 @@ for n = 1, #noted, 2 do
   last_of[tonumber(noted[n])] = tonumber(noted[n + 1])
   if day - tonumber(noted[n]) > keep then floor = math.max(floor, tonumber(noted[n + 1])) end
 end
-if day - stored > keep then floor = w end
+if stored > 0 and day - stored > keep then floor = w end
 local function text(number) return string.format('%.0f', number) end
 local newest, answer, kinds, bytes = 0, {}, {}, 0
 for k = #KEYS, 3, -1 do

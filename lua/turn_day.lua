@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Moves the current day of one shard to the day of TIME, never back, and notes the last mailbox_seq of the day that
--- ends. Of the days that are too old to read, the newest stays: its last mailbox_seq is the floor.
+-- ends; without a day yet, a shard has skipped at most. Of the days that are too old to read, the newest stays: its
+-- last mailbox_seq is the floor.
 -- Returns the shard's day, or STALE_OWNER; 0 when the shard was never initialised.
 local owner, watermarks, days = KEYS[1], KEYS[2], KEYS[3]
 local slot  = ARGV[1]           -- field of owner and mboxw
@@ -22,7 +23,7 @@ end
 for _, name in ipairs(noted) do
   if tonumber(name) < floor_day then old[#old + 1] = name end
 end
-if w > 0 then redis.call('HSET', days, day, string.format('%.0f', w)) end
+if w > 0 and day > 0 then redis.call('HSET', days, day, string.format('%.0f', w)) end
 if #old > 0 then redis.call('HDEL', days, unpack(old)) end
 redis.call('HSET', watermarks, slot, state:sub(1, 16) .. struct.pack('>I4', today) .. state:sub(21))
 return today

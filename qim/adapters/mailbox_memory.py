@@ -233,7 +233,8 @@ class MemoryMailboxStore(MemoryOwnership):
         ]
 
     def _floor(self, slot: SlotId, today: int, shard: ShardState | None) -> MailboxSeq:
-        if shard is not None and today - shard.day > MAILBOX_DAYS:
+        # Day 0: nothing was ever written there, whatever an operator skipped.
+        if shard is not None and shard.day and today - shard.day > MAILBOX_DAYS:
             return shard.watermark
         noted = self.state.days.get(slot, {})
         return max((seq for day, seq in noted.items() if today - day > MAILBOX_DAYS), default=NO_SEQ)
@@ -267,7 +268,7 @@ class MemoryMailboxStore(MemoryOwnership):
             return shard.day
         noted = self.state.days.setdefault(slot, {})
         past = [day for day in (*noted, shard.day) if today - day > MAILBOX_DAYS]
-        if shard.watermark:
+        if shard.watermark and shard.day:
             noted[shard.day] = shard.watermark
         for day in [day for day in noted if day < max(past, default=0)]:
             del noted[day]

@@ -160,6 +160,16 @@ async def test_a_skipped_record_never_gets_entries_by_a_replay(medium: Medium) -
     assert await watermark(medium.store) == 2
 
 
+@pytest.mark.shows("M9", "X9")
+async def test_a_skip_of_the_very_first_record_sends_nobody_into_a_rebuild(medium: Medium) -> None:
+    assert await medium.store.finish_dispatch(write_of(1), W0, skipped=True) is DONE
+    page = await page_of(medium.store)
+    assert (len(page.entries), page.covered_through, page.rebuild) == (0, 1, False)
+    assert await put(medium.store, write_of(2)) == [DONE]
+    page = await page_of(medium.store)
+    assert ([seq for seq, *_ in page.entries], page.covered_through, page.rebuild) == ([2], 2, False)
+
+
 @pytest.mark.shows("M4")
 async def test_every_step_of_a_stale_owner_is_refused(medium: Medium) -> None:
     write = write_of(1)
