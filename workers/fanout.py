@@ -1,20 +1,24 @@
 """The fan-out: turns records of the own Outbox partitions into records of the dispatch log.
 
-One loop: take a batch → plan every record (pure) → append all to dispatch, grouped by shard → **only when all
-of them are durable** store the position of each partition. Whatever fails is appended again, and the position
-stays until it has succeeded: the dispatch id, a function of the record, makes repeats converge in the
-mailboxes. The positions live on the core instance of their slot and only rise; a crash between append and
-store repeats the batch at the next start.
+Two loops and a short queue between them. The planner takes a batch, plans every record (pure) and issues one
+append for all of it, grouped by shard. The finisher takes the batches in order and, **only when all records
+of a batch are durable**, stores the position of each partition. Whatever fails is appended again, and the
+positions of that batch and of all behind it wait until it has succeeded: the dispatch id, a function of the
+record, makes repeats converge in the mailboxes. The positions live on the core instance of their slot and
+only rise; a crash between append and store repeats the batches at the next start.
+
+Several batches are in flight because the writer has several too: with one at a time a busy store served four
+passes of the writer for each batch here, and deliveries fell behind acknowledgements without end.
 
 Owned state: the position of each partition (last finished offset). A partition stops alone, loudly, and keeps
 its place when a record cannot be planned or its position lies outside the log; `stopped` names the place. An
 operator answers with `retry` or, for one named record, with `skip`. Nothing is ever skipped by itself.
 
-Full: there is no queue. The next batch is read when this one is finished; the log waits.
+Full: with `BATCHES_IN_FLIGHT_MAX` appends under way no further batch is read; the log waits.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -34,7 +38,7 @@ from qim.errors import (
     StoreUnknown,
 )
 from qim.ids import Offset, SlotId
-from qim.limits import FANOUT_BATCH_RECORDS_MAX, LOG_READ_BYTES_MAX
+from qim.limits import BATCHES_IN_FLIGHT_MAX, FANOUT_BATCH_RECORDS_MAX, LOG_READ_BYTES_MAX
 from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, LogReader, LogRecord
 from workers.commits import OnFatal
@@ -53,6 +57,17 @@ class Stopped(NamedTuple):
     offset: Offset
     """Of the record that cannot be finished; -1: the partition could not be opened."""
     reason: str
+
+
+class Issued(NamedTuple):
+    """One batch whose append is on its way."""
+
+    dispatches: list[PlannedDispatch]
+    reached: dict[SlotId, Offset]
+    """Per partition: the offset that is finished when all dispatches are durable."""
+    append: Awaitable[list[Offset | None]]
+    records: int
+    started: float
 
 
 class Fanout:
@@ -81,7 +96,9 @@ class Fanout:
         self._failpoints = failpoints
         self._on_fatal = on_fatal
         self._reader: LogReader | None = None
-        self._loop_task: asyncio.Task[None] | None = None
+        self._issued: asyncio.Queue[Issued] = asyncio.Queue()
+        self._room = asyncio.Semaphore(BATCHES_IN_FLIGHT_MAX)
+        self._tasks: list[asyncio.Task[None]] = []
         self.positions: dict[SlotId, Offset] = {}
         """Last finished offset of every partition that could be opened."""
         self.stopped: dict[SlotId, Stopped] = {}
@@ -90,14 +107,14 @@ class Fanout:
         """Until drained. Raises what no batch can handle; the worker then ends."""
         await self.open()
         async with asyncio.TaskGroup() as tasks:
-            self._loop_task = tasks.create_task(self._run_batches())
+            self._tasks = [tasks.create_task(self._run_planner()), tasks.create_task(self._run_finisher())]
 
     async def drain(self, deadline: float) -> None:
         """Goes on until the own partitions are empty or the deadline (monotonic seconds) has come."""
         while self._clock.monotonic() < deadline and await self._is_behind():
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        if self._loop_task is not None:
-            self._loop_task.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._reader is not None:
             await self._reader.close()
 
@@ -142,39 +159,63 @@ class Fanout:
 
     # --- one batch -----------------------------------------------------------------------------------
 
-    async def _run_batches(self) -> None:
+    async def _run_planner(self) -> None:
         reader = self._reader
         assert reader is not None
         while True:
-            try:
-                batch = await reader.next_batch(
-                    records_max=FANOUT_BATCH_RECORDS_MAX, bytes_max=LOG_READ_BYTES_MAX
-                )
-            except OffsetOutOfRange as error:
-                self._stop_reading(error)
-            except StoreError as error:
-                log.warning("log_read_failed", role=GROUP, reason=str(error))
-                await asyncio.sleep(backoff_ms(3) / 1000)
-            else:
-                if not batch:
-                    return
-                await self.finish_batch(batch)
+            await self._room.acquire()
+            batch: list[LogRecord] = []
+            while not batch:
+                try:
+                    batch = await reader.next_batch(
+                        records_max=FANOUT_BATCH_RECORDS_MAX, bytes_max=LOG_READ_BYTES_MAX
+                    )
+                except OffsetOutOfRange as error:
+                    self._stop_reading(error)
+                except StoreError as error:
+                    log.warning("log_read_failed", role=GROUP, reason=str(error))
+                    await asyncio.sleep(backoff_ms(3) / 1000)
+                else:
+                    if not batch:
+                        return
+            self._issued.put_nowait(self._issue(batch))
 
-    async def finish_batch(self, batch: Sequence[LogRecord]) -> None:
-        """Plans, appends, stores: returns when the batch is finished, however often it takes."""
+    def _issue(self, batch: Sequence[LogRecord]) -> "Issued":
+        """Plans a batch and issues its append; nothing is awaited between reading and issuing."""
         started = self._clock.monotonic()
         dispatches, reached = self._plan(batch)
         self._failpoints.hit("fanout.planned")
-        await self._append(dispatches)
+        return Issued(dispatches, reached, self._dispatch.append(dispatches), len(batch), started)
+
+    async def _run_finisher(self) -> None:
+        while True:
+            ready = [await self._appended(await self._issued.get())]
+            # One position covers all that is in flight by now: its answer is as far away as theirs.
+            while not self._issued.empty():
+                ready.append(await self._appended(self._issued.get_nowait()))
+            await self._finish(ready)
+
+    async def _appended(self, issued: "Issued") -> "Issued":
+        await self._await_append(issued)
         self._failpoints.hit("fanout.appended")
+        self._room.release()
+        return issued
+
+    async def _finish(self, ready: Sequence["Issued"]) -> None:
+        """Stores the positions of durable batches; returns when they are stored, however often it takes."""
+        reached: dict[SlotId, Offset] = {}
+        for issued in ready:
+            reached |= issued.reached
         await self._store_positions(reached)
         self._failpoints.hit("fanout.stored")
         self.positions |= reached
         metrics = self._metrics
-        metrics.fanout_batches += 1
-        metrics.fanout_batch_messages += len(batch)
-        metrics.fanout_dispatches += len(dispatches)
-        metrics.fanout_pass.observe(self._clock.monotonic() - started)
+        now = self._clock.monotonic()
+        for issued in ready:
+            metrics.fanout_batches += 1
+            metrics.fanout_batch_messages += issued.records
+            metrics.fanout_dispatches += len(issued.dispatches)
+            metrics.fanout_pass.observe(now - issued.started)
 
     def _plan(self, batch: Sequence[LogRecord]) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:
         dispatches: list[PlannedDispatch] = []
@@ -192,13 +233,14 @@ class Fanout:
         dispatches.sort(key=_shard_of)
         return dispatches, reached
 
-    async def _append(self, dispatches: Sequence[PlannedDispatch]) -> None:
+    async def _await_append(self, issued: "Issued") -> None:
         """Returns when every record is durable; what is not, is appended again, the same bytes."""
-        wanted: list[PlannedDispatch] = list(dispatches)
+        wanted: list[PlannedDispatch] = list(issued.dispatches)
+        append = issued.append
         attempts = 0
         while wanted:
             try:
-                offsets = await self._dispatch.append(wanted)
+                offsets = await append
             except StoreBroken as error:
                 log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
                 wanted = await self._append_apart(wanted)
@@ -209,6 +251,7 @@ class Fanout:
             if wanted:
                 attempts += 1
                 await asyncio.sleep(backoff_ms(attempts) / 1000)
+                append = self._dispatch.append(wanted)
 
     async def _append_apart(self, wanted: Sequence[PlannedDispatch]) -> list[PlannedDispatch]:
         """Shard by shard, so that one broken partition does not make the others double; what is left."""
