@@ -114,7 +114,7 @@ DAY_MS: Final = 86_400_000
 MAILBOX_KEY_LIFE_MS: Final = (MAILBOX_DAYS + 2) * DAY_MS
 EPHEMERAL_KEY_LIFE_MS: Final = DAY_MS + 3_600_000
 MAILBOX_KEYS_REMEMBERED_MAX: Final = 16_384
-"""Per process, about 3 MB: mailbox days whose expiry is set. A forgotten one is set again, which costs 2 µs."""
+"""Per process, about 3 MB: mailbox days whose expiry is set. A forgotten one is set again for 2 µs."""
 DISPATCH_PROGRESS_LIFE_MS: Final = 8 * DAY_MS
 assert FUSED_RECIPIENTS_MAX <= FUSED_RUN_ENTRIES_MAX
 
@@ -159,6 +159,8 @@ LOG_SWEEP_INTERVAL_MS: Final = 1_000
 # --- stores ------------------------------------------------------------------------------------------
 STORE_TIMEOUT_MS: Final = 5_000
 """Of one command on the pipe; then the connection is closed and everything in flight is unknown."""
+STORE_MEMORY_RATIO_MAX: Final = 0.8
+"""Of maxmemory; above it new messages are refused, so that what was accepted can be finished."""
 STORE_INFLIGHT_COMMANDS_MAX: Final = 4_096
 STORE_UNSENT_BYTES_MAX: Final = 67_108_864
 """Packed commands that the socket has not taken; full: refused. Four batches of the writer fit four times."""

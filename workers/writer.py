@@ -9,9 +9,10 @@ issues its reservations in the step of the loop in which it took its requests: s
 Page reads go out before the reservations of their pass and behind every mark called before, on the same
 connection: who was acknowledged reads what was committed.
 
-Full, more than 4,096 waiting: RESOURCE_EXHAUSTED, before any side effect. A request that has waited 8 s is
-refused untouched. A store that is away: UNAVAILABLE when nothing was written, otherwise DEADLINE_EXCEEDED,
-and the recoverer finishes the message with the coordinates it has; it runs at the claim and every second.
+Full, more than 4,096 waiting or a store above 80 % of its memory: RESOURCE_EXHAUSTED, before any side effect.
+A request that has waited 8 s is refused untouched. A store that is away: UNAVAILABLE when nothing was
+written, otherwise DEADLINE_EXCEEDED, and the recoverer finishes the message with the coordinates it has; it
+runs at the claim and every second.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from qim.errors import (
     ClientError,
     ResourceExhausted,
     StoreBroken,
+    StoreError,
     StoreRefused,
     StoreUnknown,
     Unavailable,
@@ -41,6 +43,7 @@ from qim.limits import (
     RECOVER_INTERVAL_MS,
     REQUEST_DEADLINE_MS,
     SCRIPT_RUN_ITEMS_MAX,
+    STORE_MEMORY_RATIO_MAX,
     WRITER_BATCH_BYTES_MAX,
     WRITER_BATCH_MESSAGES_MAX,
     WRITER_WAITING_MESSAGES_MAX,
@@ -70,6 +73,7 @@ _HISTORY: Final = int(Op.PULL_HISTORY)
 _MARK_READ: Final = int(Op.MARK_READ)
 # Answers that never change. They are sent, never raised: an exception raised again keeps its old traces.
 _FULL: Final = ResourceExhausted("too many messages are waiting", retry_after_ms=rules.RETRY_AFTER_MS)
+_STORE_FULL: Final = ResourceExhausted("the store is nearly full", retry_after_ms=rules.RETRY_AFTER_MS)
 _DRAINING: Final = Unavailable("the server is going away", retry_after_ms=rules.RETRY_AFTER_MS)
 _TOO_LATE: Final = Unavailable("the request has waited too long", retry_after_ms=rules.RETRY_AFTER_MS)
 _UNSUPPORTED: Final = Unsupported("not offered by this server")
@@ -150,7 +154,10 @@ class Writer:
             except ClientError as error:
                 reply_error(request, error)
                 return
-        if not instance.inbox.offer(request, size=len(request.body)):
+        if instance.is_full and request.opcode == _SEND:
+            self._metrics.shed_queue += 1
+            reply_error(request, _STORE_FULL)
+        elif not instance.inbox.offer(request, size=len(request.body)):
             self._metrics.shed_queue += 1
             reply_error(request, _FULL)
 
@@ -204,6 +211,7 @@ class Writer:
             await asyncio.sleep(RECOVER_INTERVAL_MS / 1000)
             for instance in self._instances.values():
                 instance.commits.expire()
+                await instance.measure()
             self._metrics.writer_queue = self.waiting
             await self.recover_once()
 
@@ -229,6 +237,8 @@ class _Instance:
         self.commits = commits
         self.lanes = lanes
         self.ended = asyncio.Event()
+        self.is_full = False
+        """New messages are refused; everything else goes on, so that the store can empty itself."""
         self._lanes_alive = lanes
         self._store = store
         self._clock = clock
@@ -236,6 +246,13 @@ class _Instance:
         self._failpoints = failpoints
         self._company_wait_seconds = company_wait_us / 1_000_000
         self._turn = asyncio.Lock()
+
+    async def measure(self) -> None:
+        """Looks how full the store is; one that does not answer is judged by its own refusals."""
+        try:
+            self.is_full = await self._store.memory_used_ratio() >= STORE_MEMORY_RATIO_MAX
+        except StoreError:
+            self.is_full = False
 
     async def run_lane(self) -> None:
         """Pass after pass until the inbox is closed and empty."""

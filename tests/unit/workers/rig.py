@@ -132,7 +132,7 @@ class Faulty:
     """Passes every call on, except where a rule says otherwise."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
+        self.inner = inner
         self.before: dict[str, Rule] = {}
         """Method → what to fail with instead of calling; the rule gets the arguments."""
         self.after: dict[str, Rule] = {}
@@ -142,7 +142,7 @@ class Faulty:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        inner = getattr(self._inner, name)
+        inner = getattr(self.inner, name)
         if not callable(inner):
             return inner
 

@@ -53,6 +53,28 @@ async def test_sends_are_numbered_in_the_order_of_their_arrival(rig: Rig, writer
     assert rig.metrics.writer_commits == 100
 
 
+@pytest.mark.shows("F-12")
+async def test_a_store_above_four_fifths_of_its_memory_refuses_new_messages_only(
+    rig: Rig, writer: Writer
+) -> None:
+    async with rig.running(writer):
+        rig.send(writer, 1)
+        await _answered(rig, 1)
+        store = rig.commits.inner
+        store.limit_bytes = store.state.record_bytes * 9 // 8
+        await happens(lambda: _refused(rig, writer), what="the writer has noticed")
+        assert rig.head() <= (2, 2), "a refused message took a sequence"
+        store.limit_bytes = 0
+        await happens(lambda: not _refused(rig, writer), what="the writer has noticed again")
+
+
+def _refused(rig: Rig, writer: Writer) -> bool:
+    """Sends one more and tells whether it was refused at once."""
+    before = len(rig.alice.answers)
+    rig.send(writer, 2)
+    return len(rig.alice.answers) > before and rig.alice.errors[-1:] == [RESOURCE_EXHAUSTED]
+
+
 @pytest.mark.shows("C2")
 async def test_nothing_is_acknowledged_before_its_append_is_durable(rig: Rig, writer: Writer) -> None:
     durable = rig.outbox.hold("append")
