@@ -11,7 +11,7 @@ at every write anyway, and the claim is repeated when it is back.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
 from structlog import get_logger
@@ -47,13 +47,17 @@ class Claims:
         self.epochs: dict[str, dict[SlotId, Epoch]] = {}
         """By instance, as first granted."""
 
-    async def claim_all(self) -> None:
-        """Returns when every slot is ours; raises StaleOwner when another owner lives."""
+    async def claim_all(self, on_wait: Callable[[str], None]) -> None:
+        """Returns when every slot is ours; raises StaleOwner when another owner lives.
+
+        `on_wait` is told what is waited for, each time.
+        """
         patience = self._clock.monotonic() + CLAIM_FRESH_MS / 1000 + 2 * RETRY_SECONDS
         for part in self._owned:
             while refusals := await self._claim_part(part):
                 if self._clock.monotonic() >= patience or any(each.reason != FRESH for each in refusals):
                     raise StaleOwner(_describe(part, refusals[0]))
+                on_wait(f"{part.name}: slot {refusals[0].slot} was just stamped by {refusals[0].label}")
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def keep(self) -> None:

@@ -148,6 +148,9 @@ def _plan_children(
 ) -> list[ChildPlan]:
     placement = Placement(workers, len(config.redis.core), len(config.mailbox_urls))
     cpus = (config.server.cpus or profile.plan.workers) if config.server.pin else ()
+    allowed = os.sched_getaffinity(0)
+    if not allowed.issuperset(cpus):
+        raise ConfigError([f"server.cpus: not allowed for this process; allowed: {sorted(allowed)}"])
     job = WorkerJob(
         config=config,
         placement=placement,
@@ -158,7 +161,7 @@ def _plan_children(
         password=password,
         supervisor=os.urandom(16),
         cpus=cpus,
-        housekeeping=tuple(sorted(os.sched_getaffinity(0) - set(cpus) or os.sched_getaffinity(0))),
+        housekeeping=tuple(sorted(allowed - set(cpus) or allowed)),
         take_over=command.take_over,
     )
     listeners.open_all()

@@ -199,7 +199,7 @@ class Worker:
     async def _admit(self, stores: Stores, claims: Claims) -> None:
         await stores.connect()
         await stores.check()
-        await claims.claim_all()
+        await claims.claim_all(self._wait_for)
         await check_outbox(
             stores=stores.commits, outbox=stores.outbox, placement=self.job.placement, slots=self.slots
         )

@@ -253,6 +253,28 @@ def test_a_client_of_an_older_tls_is_refused(service: Serve, store: StoreServer)
         context.wrap_socket(raw)
 
 
+def test_a_processor_that_is_not_ours_is_refused(service: Serve) -> None:
+    text = service.config.read_text().replace("pin = false", "pin = true\ncpus = [4000, 4001]")
+    service.config.write_text(text)
+    service.start()
+    assert service.process is not None
+    assert service.process.wait(30) == 78
+    assert "qim: server.cpus: not allowed for this process" in (service.folder / "log").read_text()
+
+
+def test_a_pinned_worker_keeps_to_its_processor(service: Serve, store: StoreServer) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    text = service.config.read_text().replace("pin = false", f"pin = true\ncpus = [{cpu}]")
+    service.config.write_text(text.replace("workers = 2", "workers = 1"))
+    store.start()
+    service.initialise()
+    service.start()
+    service.until_ready()
+    assert os.sched_getaffinity(service.status()["workers"][0]["pid"]) == {cpu}
+    assert service.process is not None
+    assert os.sched_getaffinity(service.process.pid) == os.sched_getaffinity(0)
+
+
 def test_a_reload_takes_a_new_certificate_and_refuses_a_bad_one(service: Serve, store: StoreServer) -> None:
     store.start()
     service.initialise()

@@ -12,6 +12,7 @@ from qim.limits import CLAIM_FRESH_MS
 from qim.ports import SlotClaim
 from workers.claims import Claims, owned_slots
 
+WAITS: list[str] = []
 SLOTS = (SlotId(0), SlotId(1), SlotId(63))
 
 
@@ -50,34 +51,35 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_first_claim_gets_epoch_one_and_a_repeat_the_same() -> None:
     claims = World().claims("a")
-    await claims.claim_all()
+    await claims.claim_all(WAITS.append)
     await claims.refresh()
     assert claims.epochs == {"core instance 0": dict.fromkeys(SLOTS, 1)}
 
 
 async def test_a_restarted_worker_of_the_same_supervisor_takes_over_at_once() -> None:
     world = World()
-    await world.claims("a", supervisor="s").claim_all()
+    await world.claims("a", supervisor="s").claim_all(WAITS.append)
     successor = world.claims("b", supervisor="s")
-    await successor.claim_all()
+    await successor.claim_all(WAITS.append)
     assert successor.epochs["core instance 0"][SLOTS[0]] == 2
 
 
 async def test_the_slots_of_a_dead_service_are_ours_when_its_stamp_is_old() -> None:
     world = World()
-    await world.claims("a").claim_all()
+    await world.claims("a").claim_all(WAITS.append)
     successor = world.claims("b")
     began = world.clock.monotonic()
-    await until_done(world, asyncio.ensure_future(successor.claim_all()))
+    await until_done(world, asyncio.ensure_future(successor.claim_all(WAITS.append)))
     assert world.clock.monotonic() - began <= CLAIM_FRESH_MS / 1000 + 1
+    assert WAITS[-1] == "core instance 0: slot 0 was just stamped by host-of-a"
     assert successor.epochs["core instance 0"][SLOTS[0]] == 2
 
 
 async def test_the_slots_of_a_living_service_are_refused_by_name() -> None:
     world = World()
     owner = world.claims("a")
-    await owner.claim_all()
-    attempt = asyncio.ensure_future(world.claims("b").claim_all())
+    await owner.claim_all(WAITS.append)
+    attempt = asyncio.ensure_future(world.claims("b").claim_all(WAITS.append))
     while not attempt.done():
         world.clock.advance(milliseconds=500)
         await owner.refresh()
@@ -89,9 +91,9 @@ async def test_the_slots_of_a_living_service_are_refused_by_name() -> None:
 async def test_an_owner_that_was_replaced_is_told_at_its_next_refresh() -> None:
     world = World()
     owner = world.claims("a")
-    await owner.claim_all()
+    await owner.claim_all(WAITS.append)
     world.clock.advance(milliseconds=CLAIM_FRESH_MS + 1)
-    await world.claims("b").claim_all()
+    await world.claims("b").claim_all(WAITS.append)
     with pytest.raises(StaleOwner):
         await owner.refresh()
 
@@ -99,10 +101,10 @@ async def test_an_owner_that_was_replaced_is_told_at_its_next_refresh() -> None:
 async def test_a_slot_that_was_taken_and_released_meanwhile_is_lost_too() -> None:
     world = World()
     owner = world.claims("a")
-    await owner.claim_all()
+    await owner.claim_all(WAITS.append)
     world.clock.advance(milliseconds=CLAIM_FRESH_MS + 1)
     other = world.claims("b")
-    await other.claim_all()
+    await other.claim_all(WAITS.append)
     await other.release()
     with pytest.raises(StaleOwner, match="taken over and left again"):
         await owner.refresh()
@@ -111,14 +113,14 @@ async def test_a_slot_that_was_taken_and_released_meanwhile_is_lost_too() -> Non
 async def test_released_slots_go_to_another_placement_at_once() -> None:
     world = World()
     owner = world.claims("a")
-    await owner.claim_all()
+    await owner.claim_all(WAITS.append)
     await owner.release()
-    await world.claims("b", placement=b"q" * 16).claim_all()
+    await world.claims("b", placement=b"q" * 16).claim_all(WAITS.append)
 
 
 async def test_slots_that_were_not_released_are_refused_to_another_placement() -> None:
     world = World()
-    await world.claims("a").claim_all()
+    await world.claims("a").claim_all(WAITS.append)
     world.clock.advance(milliseconds=CLAIM_FRESH_MS + 1)
     with pytest.raises(StaleOwner, match="another number of workers or instances"):
-        await world.claims("b", placement=b"q" * 16).claim_all()
+        await world.claims("b", placement=b"q" * 16).claim_all(WAITS.append)
