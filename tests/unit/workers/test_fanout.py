@@ -162,7 +162,7 @@ async def test_a_drain_ends_with_nothing_left_in_the_own_partitions(rig: Rig, fa
 async def test_a_partition_that_jumps_stops_alone(rig: Rig, fanout: Fanout) -> None:
     async with rig.running(fanout):
         await happens(lambda: len(fanout.positions) == len(ALL_SLOTS), what="the start")
-        rig.outbox._inner.partition(OTHER).low = Offset(5)
+        rig.outbox.inner.partition(OTHER).low = Offset(5)
         await _feed(rig, 1, slot=OTHER)
         await _feed(rig, 2)
         await happens(lambda: _stored(rig) == {HOME: 0}, what="the other partition")
@@ -193,7 +193,7 @@ async def test_a_log_that_cannot_be_read_is_read_again(rig: Rig, fanout: Fanout)
     assert reader is not None
     failing = Faulty(reader)
     failing.fail("next_batch", StoreBroken("entry"))
-    rig.outbox._inner.open_reader = lambda _positions: failing
+    rig.outbox.inner.open_reader = lambda _positions: failing
     await _feed(rig, 1)
     async with rig.running(fanout):
         await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")

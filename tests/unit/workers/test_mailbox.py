@@ -299,7 +299,7 @@ async def test_an_append_that_was_not_done_is_never_followed_by_a_finish(
     rig: Rig, mailbox: Mailbox, answer: Materialised
 ) -> None:
     await _begin_elsewhere(rig, A)
-    inner = rig.mailboxes._inner
+    inner = rig.mailboxes.inner
     append, answers = inner.append_entries, [answer]
     inner.append_entries = lambda *args: done(answers.pop()) if answers else append(*args)
     await _feed(rig, 1, 2)
@@ -353,7 +353,7 @@ async def test_a_kill_of_the_general_path_is_healed_by_a_replay(rig: Rig, point:
 @pytest.mark.shows("M4")
 async def test_a_stale_owner_moves_nothing_and_says_so(rig: Rig, mailbox: Mailbox) -> None:
     await rig.claim()
-    epochs = dict(rig.mailboxes._inner._epochs)
+    epochs = dict(rig.mailboxes.inner._epochs)
     async with rig.running(mailbox):
         await happens(lambda: bool(mailbox.positions), what="the start")
         for slot in (A, B):
@@ -388,7 +388,7 @@ async def test_a_shard_without_its_state_or_with_another_log_stays_closed_alone(
 async def test_a_partition_that_jumps_stops_its_shard_alone(rig: Rig, mailbox: Mailbox) -> None:
     async with rig.running(mailbox):
         await happens(lambda: bool(mailbox.positions), what="the start")
-        rig.dispatch._inner.partition(A).low = Offset(5)
+        rig.dispatch.inner.partition(A).low = Offset(5)
         await _feed(rig, 1)
         await _reaches(mailbox, rig, {B: 1, A: 0})
         await _stops(mailbox, rig, A)

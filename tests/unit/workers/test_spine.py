@@ -145,7 +145,7 @@ async def test_stores_that_fail_now_and_then_lose_and_double_nothing(
 
         def delivered() -> bool:
             rig.clock.advance(milliseconds=10)
-            home, dispatch = rig.outbox._inner.partition(SlotId(0)), rig.dispatch._inner
+            home, dispatch = rig.outbox.inner.partition(SlotId(0)), rig.dispatch.inner
             through = all(at + 1 >= dispatch.partition(slot).high for slot, at in mailbox.positions.items())
             return through and fanout.positions[SlotId(0)] + 1 >= home.high
 

@@ -171,7 +171,7 @@ async def test_an_unknown_append_is_answered_as_unknown_and_finished_by_the_reco
 async def test_a_record_whose_own_append_failed_does_not_fail_its_neighbours(
     rig: Rig, writer: Writer
 ) -> None:
-    inner = rig.outbox._inner
+    inner = rig.outbox.inner
     append = inner.append
 
     async def lose_the_second(records: Any) -> Any:
@@ -213,7 +213,7 @@ async def test_a_full_store_is_told_as_exhausted(rig: Rig, writer: Writer) -> No
     async with rig.running(writer):
         rig.send(writer, 1)
         await _answered(rig, 1)
-        rig.commits._inner.limit_bytes = 1
+        rig.commits.inner.limit_bytes = 1
         rig.send(writer, 2, 1)
         await _answered(rig, 3)
     assert rig.alice.errors[0] == RESOURCE_EXHAUSTED
