@@ -113,7 +113,7 @@ class EmbeddedStore:
             except subprocess.TimeoutExpired:
                 code = None
             if code is not None:
-                raise ConfigError([f"the embedded store ended with {code}: {self._last_words()}"])
+                raise ConfigError([f"the embedded store ended with {code}: {self.last_words()}"])
             if waited > START_SECONDS_MAX:
                 raise ConfigError(
                     [f"the embedded store does not answer after {waited:.0f} s; see {self.log_path}"]
@@ -133,7 +133,8 @@ class EmbeddedStore:
         except OSError:
             return False
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The newest line of its log: why it ended, when it has."""
         lines = self.log_path.read_text(errors="replace").split("\n") if self.log_path.exists() else []
         spoken = [line for line in lines if line.strip()]
         return f"{spoken[-1].strip()} ({self.log_path})" if spoken else f"nothing in {self.log_path}"
