@@ -127,6 +127,8 @@ class LineSink:
         self._is_pipe = stat.S_ISFIFO(mode)
         self._socket = socket.socket(fileno=os.dup(descriptor)) if stat.S_ISSOCK(mode) else None
         self._pending = b""
+        self._is_cut = False
+        """The last line that was begun has no end yet: the disk became full in its middle."""
         if self._socket is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PENDING_BYTES_MAX)
 
@@ -135,15 +137,27 @@ class LineSink:
         if self._socket is not None:
             self._send(self._socket, line + b"\n")
         elif not self._is_pipe:
-            os.write(self._descriptor, line + b"\n")
+            self._write(line + b"\n")
         elif self._fits():
-            os.write(self._descriptor, line[: LINE_BYTES_MAX - 1] + b"\n")
+            self._write(line[: LINE_BYTES_MAX - 1] + b"\n")
         else:
             self.dropped += 1
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+
+    def _write(self, line: bytes) -> None:
+        """A full disk or a reader that has gone costs lines, never the service."""
+        data = b"\n" + line if self._is_cut else line
+        try:
+            written = os.write(self._descriptor, data)
+        except OSError:
+            written = 0
+        if written < len(data):
+            self.dropped += 1
+        if written:
+            self._is_cut = written < len(data)
 
     def _fits(self) -> bool:
         poller = select.poll()

@@ -212,6 +212,8 @@ class Admin:
             answered = {name: answer[name] for name in ANSWERED}
             if answer["waiting_for"]:
                 reasons.append(f"worker {worker} waits: {answer['waiting_for']}")
+            else:
+                reasons += [f"worker {worker} is not connected to {store}" for store in answer["away"]]
             reasons += [f"worker {worker}: {what}" for what in answer["stopped"]]
             reasons += [f"worker {worker}: {what} is {state}" for what, state in answer["not_ready"].items()]
         return {"worker": worker, **seen, **answered, "reasons": reasons}

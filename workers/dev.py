@@ -5,8 +5,8 @@
 A launcher and nothing more: the store and the supervisor are its children, each in a process group of its
 own, so a Ctrl-C in the terminal reaches the launcher alone and the order of the end is ours: the supervisor
 drains first, the store stops last, and the data survive in the folder. A second Ctrl-C hurries the drain. A
-store that dies by itself is started again; the workers wait meanwhile. When the launcher is killed, the
-kernel ends its children, and the next start recovers.
+store that dies by itself is started again, on a full disk as soon as there is room; the workers wait
+meanwhile. When the launcher is killed, the kernel ends its children, and the next start recovers.
 
 What was started, and where, is printed; logs go to a file in the folder. Whatever cannot start is one line.
 """
@@ -14,6 +14,7 @@ What was started, and where, is printed; logs go to a file in the folder. Whatev
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from rich.console import Console
 from qim.clock import SystemClock
 from qim.config import Secret, load_config
 from qim.ctl import protocol
-from qim.errors import ConfigError, ControlError, ExitCode, GuardRefused, StoreError
+from qim.errors import ConfigError, ControlError, ExitCode, GuardRefused, QimError, StoreError
 from qim.ids import Millis, TenantId
 from qim.tokens import mint_token
 from workers.child import die_with_parent
@@ -47,6 +48,8 @@ STOP_SECONDS_MAX: Final = 30.0
 WATCH_SECONDS: Final = 0.2
 STORE_RESTARTS_MAX: Final = 5
 RESTART_WINDOW_SECONDS: Final = 60.0
+FREE_BYTES_MIN: Final = 1_048_576
+"""With less the disk counts as full: the store needs some of it to rewrite its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,7 @@ class Launcher:
         """Where the service listens; known when it is ready."""
         self._stops = 0
         """Signals to stop, counted by the handler."""
+        self._told_full = False
         self._restarts: deque[float] = deque(maxlen=STORE_RESTARTS_MAX)
 
     def run(self) -> int:
@@ -184,7 +188,7 @@ class Launcher:
             try:
                 code = self._server.wait(WATCH_SECONDS)
             except subprocess.TimeoutExpired:
-                if self._store.has_ended():
+                if self._store.has_ended() and not self._waits_for_room():
                     self._restart_store()
                 continue
             self._say(f"the server ended by itself with {code}; see {self._folder.log}")
@@ -199,7 +203,21 @@ class Launcher:
         self._say("store      died, starting it again on the same data")
         self._start_store()
         self._say(f"store      pid {self._store.pid}, data in {self._folder.store}")
-        self._announce()
+        try:
+            self._announce()
+        except ConfigError as error:
+            # The service goes on; only programs that read the file would see the old process id.
+            self._say(f"store      not announced: {error}")
+
+    def _waits_for_room(self) -> bool:
+        """A store ends when it cannot write; starting it on a full disk would only end it again."""
+        full = shutil.disk_usage(self._folder.path).free < FREE_BYTES_MIN
+        if full and not self._told_full:
+            self._say(
+                f"store      stopped: the disk of {self._folder.path} is full; goes on when there is room"
+            )
+        self._told_full = full
+        return full
 
     # --- ready ---
 
@@ -302,8 +320,10 @@ class Launcher:
         server = DemoServer(ADDRESS, self._port, self._folder.certificate)
         try:
             results = asyncio.run(run_demo(server, alice, bob, console=self._console))
-        except DemoError as failure:
-            self._say(f"demo       FAILED: {failure}")
+        except (DemoError, QimError) as failure:
+            # A store that died meanwhile is the reason, whatever the demo has seen of it.
+            died = f"; the embedded store died: {self._store.last_words()}" if self._store.has_ended() else ""
+            self._say(f"demo       FAILED: {failure}{died}")
             return ExitCode.NO
         self._say(f"demo       all {len(results)} checks hold")
         if self._options.json:

@@ -54,6 +54,7 @@ class _Operator:
             "worker": worker.worker,
             "slots": f"{worker.slots[0]}-{worker.slots[-1]}",
             "waiting_for": worker.waiting_for,
+            "away": worker.stores_away,
             "connections": metrics.connections,
             "commits": metrics.writer_commits,
             "loop_lag_ms": worker.loop_lag_ms,

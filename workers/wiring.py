@@ -114,6 +114,11 @@ class Stores:
         return frozenset(each.where for each in self.instances if not each.pipe.is_connected)
 
     @property
+    def away(self) -> list[str]:
+        """The servers that are not connected."""
+        return [instance.where for instance in self.instances if not instance.pipe.is_connected]
+
+    @property
     def reconnects(self) -> int:
         return sum(instance.pipe.reconnects for instance in self.instances)
 

@@ -125,6 +125,11 @@ class Worker:
         return self._stores
 
     @property
+    def stores_away(self) -> list[str]:
+        """Servers that are not connected now; the start says in `waiting_for` what it misses."""
+        return [] if self._stores is None else self._stores.away
+
+    @property
     def loop_lag_ms(self) -> float:
         return self._vitals.loop_lag_ms
 

@@ -149,7 +149,7 @@ def test_killed_parts_come_back_and_the_service_is_ready_again(serving: Dev) -> 
     os.kill(pids["store"], signal.SIGKILL)
     eventually(lambda: "starting it again" in serving.text(), what="the store is started again")
     eventually(lambda: _store_answers(serving), what="the workers found the store again", timeout_seconds=20)
-    assert serving.is_ready()
+    eventually(serving.is_ready, what="all of them", timeout_seconds=20)
 
 
 def test_a_killed_launcher_leaves_nothing_behind_and_the_next_start_goes_on(serving: Dev) -> None:

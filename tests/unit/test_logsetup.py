@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,46 @@ def test_a_full_pipe_drops_and_counts_instead_of_waiting(reader: Reader) -> None
     assert reader.text().count("\n") == 10 - dropped
     sink.write(b"again")
     assert (sink.dropped, reader.text()) == (dropped, "again\n")
+
+
+@pytest.mark.shows("F-36")
+def test_a_full_disk_costs_lines_and_not_the_service() -> None:
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    try:
+        sink = LineSink(descriptor)
+        sink.write(b"one")
+        sink.write(b"two")
+        assert sink.dropped == 2
+    finally:
+        os.close(descriptor)
+
+
+def test_a_line_that_a_full_disk_cut_does_not_run_into_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    sink = LineSink(descriptor)
+    whole = os.write
+    monkeypatch.setattr(os, "write", lambda target, data: whole(target, data[:3]))
+    sink.write(b"first")
+    monkeypatch.undo()
+    sink.write(b"second")
+    sink.write(b"third")
+    os.close(descriptor)
+    assert path.read_bytes() == b"fir\nsecond\nthird\n"
+    assert sink.dropped == 1
+
+
+def test_a_reader_that_has_gone_costs_lines_and_not_the_service() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        sink = LineSink(writer)
+        sink.write(b"nobody reads this")
+        assert sink.dropped == 1
+    finally:
+        os.close(writer)
 
 
 def test_a_line_longer_than_a_pipe_takes_at_once_is_cut(reader: Reader) -> None:
