@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from qim.clock import SystemClock
 from qim.config import Secret, load_config
 from qim.ctl import protocol
 from qim.errors import ControlError
@@ -55,7 +56,7 @@ class Serve:
         path.chmod(0o600)
 
     def write_certificate(self) -> bytes:
-        key, certificate = make_certificate(datetime.now(tz=UTC))
+        key, certificate = make_certificate(datetime.fromtimestamp(SystemClock().now_ms() / 1000, tz=UTC))
         self.write("key.pem", key)
         self.write("cert.pem", certificate)
         return ssl.PEM_cert_to_DER_cert(certificate.decode())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from qim.clock import SystemClock
 from qim.errors import ConfigError
 from workers.devfolder import make_certificate
 from workers.forkable import assert_forkable, connected_sockets
@@ -56,7 +57,7 @@ def test_an_address_of_another_host_is_refused() -> None:
 
 
 def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    key, certificate = make_certificate(datetime.now(tz=UTC))
+    key, certificate = make_certificate(datetime.fromtimestamp(SystemClock().now_ms() / 1000, tz=UTC))
     paths = folder / f"{name}.cert.pem", folder / f"{name}.key.pem"
     paths[0].write_bytes(certificate)
     paths[1].write_bytes(key)
