@@ -43,12 +43,13 @@ class DevServer:
         name: str = "dev",
         workers: int = 1,
         environment: Mapping[str, str] | None = None,
+        output: Path | None = None,
     ) -> None:
         self.folder = folder / name
         self.port = _free_port()
         self._workers = workers
         self._environment = dict(environment or {})
-        self._output = folder / "dev.out"
+        self._output = output or folder / "dev.out"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
