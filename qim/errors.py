@@ -144,7 +144,8 @@ class VersionUnsupported(ClientError):
 CLIENT_ERRORS: Final[dict[int, type[ClientError]]] = {
     cls.code: cls
     for cls in (
-        Unauthenticated, PermissionDenied, InvalidArgument, Conflict, FailedPrecondition, Unsupported, TooLarge,
+        Unauthenticated, PermissionDenied, InvalidArgument, Conflict, FailedPrecondition, Unsupported,
+        TooLarge,
         Unavailable, ResourceExhausted, DeadlineExceeded, MembershipChanged,
         GoingAway, SlowConsumer, HeartbeatLost,
         RemoteProtocolError, AuthRequired, Replaced, VersionUnsupported,

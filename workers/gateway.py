@@ -23,6 +23,8 @@ import ssl
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
+from structlog import get_logger
+
 from qim import limits
 from qim.clock import Clock
 from qim.domain.gateway import (
@@ -56,6 +58,7 @@ from qim.errors import (
     VersionUnsupported,
 )
 from qim.ids import MailboxSeq, SessionId, TenantId, UserId, WorkerId
+from qim.logsetup import Repeats
 from qim.metrics import Metrics
 from qim.records import entry_coordinates
 from qim.tokens import REFUSED, Identity, TokenVerifier
@@ -84,6 +87,8 @@ _CONVERSATION: Final = Destination.CONVERSATION
 _USER: Final = Destination.USER
 _READY: Final = State.READY
 _SESSION_TIME_BYTES: Final = 6
+
+log = get_logger()
 
 PushedTo = tuple[int, int, int, int, bool]
 """(handle, generation, previous, mailbox_seq, echo), as in `wire.link.PushTarget`."""
@@ -137,6 +142,7 @@ class Gateway:
         self._failed_logins = FailedLogins(bounds.failed_logins)
         self._quotas = SendQuotas(bounds)
         self._server: asyncio.Server | None = None
+        self._slow, self._broken = Repeats(), Repeats()
         self._draining = False
         self._stopped = asyncio.Event()
 
@@ -247,7 +253,8 @@ class Gateway:
         try:
             frames = sock.wire.receive(self.read_buffer[:count])
         except ClientError as error:
-            self._metrics.protocol_errors += isinstance(error, RemoteProtocolError | VersionUnsupported)
+            if isinstance(error, RemoteProtocolError | VersionUnsupported):
+                self._note_broken(error)
             self._end(sock, error)
             return
         metrics = self._metrics
@@ -525,6 +532,8 @@ class Gateway:
         if sock.ended:
             return
         self._metrics.slow_disconnects += 1
+        if count := self._slow.count(now_ms=self._clock.now_ms()):
+            log.warning("connection_slow", count=count)
         self._forget(sock)
         error = slow_consumer(unsent_bytes=unsent_bytes, unanswered=sock.unanswered)
         # What it has not read would only stand before the reason; a pull brings it again.
@@ -534,6 +543,12 @@ class Gateway:
         if not sock.ended:
             self._forget(sock)
             sock.finish(build_goaway(error, reconnect_after_ms=error.retry_after_ms), with_collected=True)
+
+    def _note_broken(self, error: ClientError) -> None:
+        """A stranger can break frames all day long: counted each time, logged once per interval."""
+        self._metrics.protocol_errors += 1
+        if count := self._broken.count(now_ms=self._clock.now_ms()):
+            log.warning("frame_refused", count=count, error=type(error).__name__, code=error.code)
 
     def _part(self, sock: ClientSocket) -> None:
         """Ends a connection that has got its reason as an answer."""
