@@ -7,6 +7,7 @@ import struct
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from qim import errors, limits
 from qim.domain.gateway import Rate
@@ -66,6 +67,24 @@ async def test_a_broken_frame_ends_the_connection_with_its_code(name: str) -> No
         assert rig.metrics.protocol_errors == 1
         assert rig.router.withdrawn
         assert not rig.router.requests
+
+
+async def test_many_broken_frames_are_one_line_that_quotes_none_of_them() -> None:
+    with capture_logs() as lines:
+        async with GatewayRig() as rig:
+            for _ in range(3):
+                client = await rig.logged_in()
+                client.send(BROKEN["text"][0])
+                await client.goaway()
+            assert rig.metrics.protocol_errors == 3
+    (line,) = [line for line in lines if line["event"] == "frame_refused"]
+    assert line == {
+        "event": "frame_refused",
+        "log_level": "warning",
+        "count": 1,
+        "error": "VersionUnsupported",
+        "code": errors.VersionUnsupported.code,
+    }
 
 
 @pytest.mark.shows("F-45")
