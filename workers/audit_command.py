@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from qim.clock import SystemClock
 from qim.config import Config, Secret
@@ -67,11 +76,18 @@ def make_progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.speed:,.0f}/s", justify="right"),
+        _Rate(),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
     )
+
+
+class _Rate(ProgressColumn):
+    """Things per second, once there is a first second to measure."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
 
 
 async def _tell(progress: Progress, console: Console) -> None:

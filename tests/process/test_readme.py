@@ -4,6 +4,7 @@ Cheap commands are run; of the others name, subcommand and options are checked b
 them. The program is taken out of the README as it stands and run against a server of this test.
 """
 
+import json
 import os
 import re
 import shlex
@@ -93,19 +94,51 @@ def test_every_path_of_the_readme_exists() -> None:
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which `make run` serves, as far as programs can tell."""
+    folder = tmp_path_factory.mktemp("r")
+    with DevServer(folder, name=".qim-dev"):
+        yield folder
+
+
+def cheap_commands() -> list[list[str]]:
+    """What only looks."""
+    looks = {"status", "slots", "lag", "audit", "token", "show"}
+    return [words for words in tool_commands() if words[0].endswith("qimctl") and looks & set(words)]
+
+
+@pytest.mark.parametrize("words", cheap_commands(), ids=" ".join)
+def test_commands_that_only_look_find_the_server_of_this_folder_by_themselves(
+    served: Path, words: list[str]
+) -> None:
+    assert look(served, words[1:]).strip()
+    assert json.loads(look(served, [*words[1:], "--json"]))["schema"] == 1
+
+
+def look(folder: Path, arguments: list[str]) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-c", "from qim.ctl.cli import main; main()", *arguments],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stderr
+    return ran.stdout
+
+
 @pytest.mark.timeout(120)
-def test_the_first_message_of_the_readme_arrives_also_a_second_time(tmp_path: Path) -> None:
+def test_the_first_message_of_the_readme_arrives_also_a_second_time(served: Path, tmp_path: Path) -> None:
     (program,) = blocks("python")
     environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
-    with DevServer(tmp_path, name=".qim-dev"):
-        for number in (1, 2):
-            ran = subprocess.run(
-                [sys.executable, "-c", program],
-                cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
-            assert ran.returncode == 0, ran.stderr
-            assert not ran.stderr
-            assert ran.stdout.splitlines() == [
-                f"acknowledged: message {number} of this conversation",
-                "bob reads: hello bob",
-            ]
+    for number in (1, 2):
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=served, env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        assert not ran.stderr
+        assert ran.stdout.splitlines() == [
+            f"acknowledged: message {number} of this conversation",
+            "bob reads: hello bob",
+        ]
