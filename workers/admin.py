@@ -211,7 +211,8 @@ class Admin:
         else:
             answered = {name: answer[name] for name in ANSWERED}
             if answer["waiting_for"]:
-                reasons.append(f"worker {worker} waits: {answer['waiting_for']}")
+                # Says more than the state alone.
+                reasons = [f"worker {worker} waits: {answer['waiting_for']}"]
             else:
                 reasons += [f"worker {worker} is not connected to {store}" for store in answer["away"]]
             reasons += [f"worker {worker}: {what}" for what in answer["stopped"]]

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -91,6 +92,33 @@ def test_a_server_whose_store_is_away_waits_and_says_so(config: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == ExitCode.OK
+
+
+def test_a_port_in_use_is_refused_in_one_line(config: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        command = qim("serve", config, "redis://127.0.0.1:1")
+        result = subprocess.run(
+            [*command, "--set", f"gateway.port={port}"],
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert result.returncode == ExitCode.CONFIG
+    (line,) = result.stderr.splitlines()
+    assert f"127.0.0.1 port {port} is in use" in line
+
+
+def test_a_store_program_that_does_not_exist_is_refused_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "workers", "dev", "--data-dir", str(tmp_path / "dev"), "--port", "0"]
+    result = subprocess.run(
+        [*command, "--redis-server", str(tmp_path / "nothing")],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert result.returncode == ExitCode.CONFIG
+    (line,) = result.stderr.splitlines()
+    assert "--redis-server" in line
+    assert str(tmp_path / "nothing") in line
 
 
 def test_a_tool_whose_store_refuses_the_connection_ends_with_69(config: Path) -> None:
