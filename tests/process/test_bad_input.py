@@ -88,7 +88,7 @@ def test_a_server_whose_store_is_away_waits_and_says_so(config: Path) -> None:
         assert any("127.0.0.1:1" in reason for reason in told["reasons"])
         (row,) = told["stores"]
         assert row["used_bytes"] is None
-        assert "cannot tell" in row["days_left_reason"]
+        assert "no worker can tell" in row["days_left_reason"]
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == ExitCode.OK

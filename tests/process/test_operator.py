@@ -5,6 +5,8 @@ which is how a store contradicts itself, and is removed.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -294,3 +296,23 @@ def test_an_audit_finds_a_record_that_was_lost(
     finally:
         store.restore(key, 0, lost)
         store.close()
+
+
+def test_a_worker_that_hangs_is_named_and_the_others_are_still_reported(dev: DevServer) -> None:
+    hanging = dev.worker_pids()[0]
+    os.kill(hanging, signal.SIGSTOP)
+    try:
+        status = answer(dev, "status", code=ExitCode.NO)
+    finally:
+        os.kill(hanging, signal.SIGCONT)
+    first, second = status["workers"]
+    assert any("worker 0 does not answer" in reason for reason in status["reasons"])
+    assert first["pid"] == hanging
+    assert first["silent_ms"] >= 1_000
+    assert (first["connections"], first["slots"]) == (None, None)
+    assert second["state"] == "ready"
+    assert second["slots"] == "32-63"
+    (store,) = status["stores"]
+    assert store["used_bytes"] > 0, "the other worker knows the stores as well"
+    eventually(lambda: is_ready(dev), what="it is back", timeout_seconds=20)
+    assert answer(dev, "status")["workers"][0]["restarts"] in {0, 1}
