@@ -7,6 +7,7 @@ which is how a store contradicts itself, and is removed.
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ TENANT = TenantId(1)
 
 @pytest.fixture(scope="module")
 def dev(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevServer]:
-    with DevServer(tmp_path_factory.mktemp("d"), workers=2) as dev:
+    with DevServer(tmp_path_factory.mktemp("d"), workers=2, environment={"COLUMNS": "80"}) as dev:
         yield dev
 
 
@@ -105,6 +106,20 @@ def test_slots_and_lag_have_a_row_for_each_slot_and_consumer(dev: DevServer) -> 
     assert all(set(row) == {"slot", "consumer", "position", "end", "lag"} for row in dev_lag)
 
 
+def test_what_stands_still_is_an_empty_list_while_nothing_does(dev: DevServer) -> None:
+    assert answer(dev, "mailbox", "show") == {"schema": 1, "stopped": []}
+    assert answer(dev, "outbox", "show") == {"schema": 1, "stopped": [], "unfinished": {}}
+
+
+def test_tokens_are_printed_in_one_piece_and_are_those_of_the_files(
+    dev: DevServer, announced: dict[str, Any]
+) -> None:
+    printed = dev.output().splitlines()
+    for user in announced["users"].values():
+        assert Path(user["token_file"]).read_text() in printed
+        assert stat.S_IMODE(Path(user["token_file"]).stat().st_mode) == 0o600
+
+
 def test_the_announcement_names_living_processes_and_sockets(
     dev: DevServer, announced: dict[str, Any]
 ) -> None:
@@ -122,6 +137,8 @@ def test_the_announcement_names_living_processes_and_sockets(
 
 
 def test_a_minted_token_logs_in(dev: DevServer, tmp_path: Path) -> None:
+    made = json.loads(dev.tool("token", "carol", "--json").stdout)
+    assert set(made) == {"schema", "token", "kid", "tenant", "user", "device", "expires_at_ms"}
     token = dev.tool("token", "carol")
     assert token.returncode == 0, token.stderr
     assert len(token.stdout.splitlines()) == 1
