@@ -32,6 +32,7 @@ from qim.config import Secret, load_config
 from qim.ctl import protocol
 from qim.errors import ConfigError, ControlError, ExitCode, GuardRefused, QimError, StoreError
 from qim.ids import Millis, TenantId
+from qim.limits import DAY_MS
 from qim.tokens import mint_token
 from workers.child import die_with_parent
 from workers.devfolder import DEFAULT_FOLDER, KEY_ID, DevFolder, open_folder, user_id, write_private
@@ -42,7 +43,6 @@ ADDRESS: Final = "127.0.0.1"
 TENANT: Final = TenantId(1)
 USERS: Final = ("alice", "bob")
 TOKEN_DAYS: Final = 30
-DAY_MS: Final = 86_400_000
 READY_SECONDS_MAX: Final = 60.0
 STOP_SECONDS_MAX: Final = 30.0
 WATCH_SECONDS: Final = 0.2

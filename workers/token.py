@@ -21,12 +21,12 @@ from qim.config import Config
 from qim.config_checks import file_problems
 from qim.errors import ConfigError
 from qim.ids import DeviceId, Millis, TenantId, UserId
+from qim.limits import DAY_MS
 from qim.tokens import TENANT_MAX, mint_token, public_half
 from workers.devfolder import user_id
 
 HEXADECIMAL_ID: Final = re.compile(r"[0-9a-fA-F]{32}")
 NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
-DAY_MS: Final = 86_400_000
 DAYS_MAX: Final = 3_650
 """Ten years; more is a mistake, and a token cannot be called back."""
 

@@ -11,11 +11,12 @@ enough the answer is None with the reason in words. The first look is the beginn
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from qim.limits import DAY_MS
+
 MESSAGES_MIN: Final = 200
 """Fewer say more about an empty server than about messages."""
 OBSERVED_MS_MIN: Final = 60_000
 """A shorter look takes a burst for the daily load."""
-DAY_MS: Final = 86_400_000
 
 
 class Estimate(NamedTuple):

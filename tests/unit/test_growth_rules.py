@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from qim.domain.growth import DAY_MS, MESSAGES_MIN, Estimate, FirstLook, estimate
+from qim.domain.growth import MESSAGES_MIN, Estimate, FirstLook, estimate
+from qim.limits import DAY_MS
 
 DAY_OF_1000 = FirstLook(messages=1_000, at_ms=0)
 

@@ -8,9 +8,10 @@ import pytest
 from qim.clock import ManualClock
 from qim.config import AuthConfig, Config, load_config
 from qim.errors import ConfigError
+from qim.limits import DAY_MS
 from qim.tokens import TokenVerifier, generate_key_pair
 from workers.devfolder import user_id, write_private
-from workers.token import DAY_MS, DAYS_MAX, TokenOrder, make_token
+from workers.token import DAYS_MAX, TokenOrder, make_token
 
 HEX = "00112233445566778899aabbccddeeff"
 
