@@ -187,18 +187,6 @@ class RedisConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterConfig:
-    """How the writer trades latency for cost."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = STRICT
-
-    company_wait_us: Annotated[
-        Annotated[int, Interval(ge=0, le=5_000)],
-        Key("How long a pass with few messages waits for more. Cheaper at low rates, costs latency."),
-    ] = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
     """Rates that one peer may use, counted per worker. Above them: RESOURCE_EXHAUSTED with a time to
     come back.
@@ -273,7 +261,6 @@ class Config:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     redis: RedisConfig = field(default_factory=RedisConfig)
-    writer: WriterConfig = field(default_factory=WriterConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     test: TestConfig = field(default_factory=TestConfig)

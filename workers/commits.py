@@ -148,17 +148,20 @@ class Commits:
             for run in _cut(fresh)
         ]
 
-    async def finish(self, reserving: list["Reserving"]) -> None:
-        """Brings what `begin` has begun to its end; every request is answered when this returns."""
+    async def finish(self, reserving: list["Reserving"]) -> list["Marking"]:
+        """Brings what `begin` has begun to its end; every request is answered when this returns.
+
+        What comes back is committed in the store as soon as the store answers: see `settle`.
+        """
         if not reserving:
-            return
+            return []
         recorded: list[Sending] = []
         for part in reserving:
             for sending, result in zip(part.run, await self._reserved(part), strict=True):
                 if result is not None and self._sort(sending, result):
                     recorded.append(sending)
         self._failpoints.hit("writer.reserved")
-        await self._publish(recorded)
+        return await self._publish(recorded)
 
     def _admit(self, request: Request, planned: rules.PlannedSend) -> Sending | None:
         route = planned.route
@@ -246,10 +249,10 @@ class Commits:
         )
         return True
 
-    async def _publish(self, recorded: list[Sending]) -> int:
-        """Append, mark, acknowledge; how many messages became COMMITTED by us."""
+    async def _publish(self, recorded: list[Sending]) -> list["Marking"]:
+        """Append, mark, acknowledge."""
         if not recorded:
-            return 0
+            return []
         durable = await self._append(recorded)
         self._failpoints.hit("writer.appended")
         marks = [
@@ -263,6 +266,10 @@ class Commits:
             sending.durable = True
             self._settle_requests(sending)
         self._failpoints.hit("writer.acknowledged")
+        return marks
+
+    async def settle(self, marks: Iterable["Marking"]) -> int:
+        """Reads the answers of `mark_committed`; how many messages became COMMITTED by us."""
         committed = 0
         for mark in marks:
             committed += await self._marked(mark)
@@ -393,7 +400,8 @@ class Commits:
         except (StoreUnknown, StoreRefused, StoreBroken) as error:
             log.warning("recoverer_could_not_read", reason=str(error))
             return 0
-        recovered = await self._publish([sending for item in pending if (sending := self._adopt(item))])
+        adopted = [sending for item in pending if (sending := self._adopt(item))]
+        recovered = await self.settle(await self._publish(adopted))
         self._metrics.writer_recovered += recovered
         return recovered
 

@@ -4,7 +4,8 @@ A callback only notes what came (`offer`), the role sets the pace (`take`). Boun
 bytes; a full inbox answers False and the caller decides: reject the request, or stop reading its
 source. Several takers may share one inbox (the lanes of a role); each batch goes to one of them, in
 order. One wake-up per batch: a taker that is already awake is not woken again, and no future exists
-while the inbox has work.
+while the inbox has work. A role that has a batch under way may `expect` a larger one next: small batches are
+dear, and the one under way brings the next look anyway.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ class Inbox(Generic[T]):
         self._bytes_max = bytes_max
         self._bytes = 0
         self._closed = False
+        self._enough = 1
         self._takers: deque[asyncio.Future[None]] = deque()
 
     def __len__(self) -> int:
@@ -34,21 +36,28 @@ class Inbox(Generic[T]):
             return False
         self._items.append((item, size))
         self._bytes += size
-        self._wake_one()
+        if len(self._items) >= self._enough:
+            self._wake_one()
         return True
+
+    def expect(self, enough: int) -> None:
+        """How many items must be there before a taker gets any; whoever raised it lowers it again."""
+        self._enough = enough
+        if len(self._items) >= enough:
+            self._wake_one()
 
     async def take(self, items_max: int) -> list[T]:
         """Everything that arrived since the last take, up to a limit; empty only when closed and drained."""
-        while not self._items:
+        while len(self._items) < self._enough:
             if self._closed:
-                return []
+                break
             waiter = asyncio.get_running_loop().create_future()
             self._takers.append(waiter)
             try:
                 await waiter
             except asyncio.CancelledError:
                 # The wake-up may have been spent on this taker, which takes nothing: it goes to the next one.
-                if self._items:
+                if len(self._items) >= self._enough:
                     self._wake_one()
                 raise
         batch: list[T] = []
@@ -56,7 +65,7 @@ class Inbox(Generic[T]):
             item, size = self._items.popleft()
             self._bytes -= size
             batch.append(item)
-        if self._items:
+        if len(self._items) >= self._enough:
             self._wake_one()
         return batch
 

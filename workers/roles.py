@@ -106,7 +106,6 @@ class Roles:
             worker=worker,
             stores=stores.commits,
             outbox=stores.outbox,
-            company_wait_us=config.writer.company_wait_us,
             **common,
         )
         logs: dict[str, Any] = {"outbox": stores.outbox, "dispatch": stores.dispatch}

@@ -6,6 +6,10 @@ holds the steps. One window per core instance: up to four passes are in flight o
 lanes from one inbox, so a slow instance does not stop the others and one round trip hides another. A lane
 issues its reservations in the step of the loop in which it took its requests: sequences follow arrival.
 
+While a pass is under way the next one waits for a full run of a script, or for the end of the pass: what
+comes meanwhile goes together. A pass of one costs almost as much as a pass of ten, and the wait has no timer
+of its own: it is the round trip that is being waited for anyway.
+
 Page reads go out before the reservations of their pass and behind every mark called before, on the same
 connection: who was acknowledged reads what was committed.
 
@@ -96,7 +100,6 @@ class Writer:
         metrics: Metrics,
         failpoints: Failpoints,
         on_fatal: OnFatal,
-        company_wait_us: int = 0,
         lanes: int = BATCHES_IN_FLIGHT_MAX,
     ) -> None:
         self._placement = placement
@@ -122,7 +125,6 @@ class Writer:
                 clock=clock,
                 metrics=metrics,
                 failpoints=failpoints,
-                company_wait_us=company_wait_us,
                 lanes=lanes,
             )
         self._only = next(iter(self._instances.values())) if len(self._instances) == 1 else None
@@ -227,7 +229,6 @@ class _Instance:
         clock: Clock,
         metrics: Metrics,
         failpoints: Failpoints,
-        company_wait_us: int,
         lanes: int,
     ) -> None:
         self.inbox: Inbox[Request] = Inbox(
@@ -244,8 +245,8 @@ class _Instance:
         self._clock = clock
         self._metrics = metrics
         self._failpoints = failpoints
-        self._company_wait_seconds = company_wait_us / 1_000_000
-        self._turn = asyncio.Lock()
+        self._under_way = 0
+        """Passes that have taken requests and not yet answered them."""
 
     async def measure(self) -> None:
         """Looks how full the store is; one that does not answer is judged by its own refusals."""
@@ -256,25 +257,15 @@ class _Instance:
 
     async def run_lane(self) -> None:
         """Pass after pass until the inbox is closed and empty."""
-        while batch := await self._take():
+        while batch := await self.inbox.take(WRITER_BATCH_MESSAGES_MAX):
             await self._pass(batch)
         self._lanes_alive -= 1
         if not self._lanes_alive:
             self.ended.set()
 
-    async def _take(self) -> list[Request]:
-        if not self._company_wait_seconds:
-            return await self.inbox.take(WRITER_BATCH_MESSAGES_MAX)
-        # Whoever waits for company keeps the turn: a later pass must not overtake the requests it holds.
-        async with self._turn:
-            batch = await self.inbox.take(WRITER_BATCH_MESSAGES_MAX)
-            if batch and len(batch) < SCRIPT_RUN_ITEMS_MAX:
-                await asyncio.sleep(self._company_wait_seconds)
-                if len(self.inbox):
-                    batch += await self.inbox.take(WRITER_BATCH_MESSAGES_MAX - len(batch))
-            return batch
-
     async def _pass(self, batch: list[Request]) -> None:
+        self._under_way += 1
+        self.inbox.expect(SCRIPT_RUN_ITEMS_MAX)
         started = self._clock.monotonic()
         now_ms = self._clock.now_ms()
         oldest = started - REQUEST_DEADLINE_MS / 1000
@@ -303,7 +294,11 @@ class _Instance:
         if histories or marks:
             await _answer(reads, _reply_history)
             await _answer(raised, _reply_mark)
-        await self.commits.finish(reserving)
+        durable = await self.commits.finish(reserving)
+        self._under_way -= 1
+        if not self._under_way:
+            self.inbox.expect(1)
+        await self.commits.settle(durable)
         self._metrics.writer_batches += 1
         self._metrics.writer_batch_messages += len(sends)
         self._metrics.writer_pass.observe(self._clock.monotonic() - started)

@@ -271,7 +271,6 @@ class Rig:
         failpoints: Mapping[str, Action] | None = None,
         lanes: int = 4,
         slots: Sequence[SlotId] = ALL_SLOTS,
-        company_wait_us: int = 0,
     ) -> Roles:
         shared: dict[str, Any] = {
             "placement": self.placement,
@@ -285,7 +284,6 @@ class Rig:
             stores=self.all_commits,
             outbox=self.outbox,
             lanes=lanes,
-            company_wait_us=company_wait_us,
             **shared,
         )
         fanout = Fanout(

@@ -9,7 +9,7 @@ import pytest
 from qim.adapters.commits_memory import MemoryCommitStore
 from qim.errors import StoreBroken, StoreError, StoreRefused, StoreUnknown
 from qim.ids import Seq, WorkerId
-from qim.limits import WRITER_WAITING_MESSAGES_MAX
+from qim.limits import SCRIPT_RUN_ITEMS_MAX, WRITER_WAITING_MESSAGES_MAX
 from qim.ports import MessageKey, Reservation
 from qim.wire.bodies import HistoryBatch, MarkRead, MarkReadAck, PullHistory, Target, encode_body
 from qim.wire.layout import Op
@@ -425,17 +425,32 @@ async def test_the_recoverer_leaves_alone_what_a_pass_still_works_on(rig: Rig, w
     assert await _outbox_records(rig) == 1
 
 
-async def test_a_pass_that_waits_for_company_keeps_the_order_and_grows(rig: Rig) -> None:
-    writer = rig.roles(company_wait_us=2_000).writer
+async def test_what_comes_while_a_pass_is_under_way_goes_together(rig: Rig, writer: Writer) -> None:
+    durable = rig.outbox.hold("append")
     async with rig.running(writer):
         rig.send(writer, 1)
-        await stays(lambda: True, what="a moment", period_seconds=0.001)
-        rig.send(writer, 2, 3)
-        await _answered(rig, 3)
-        rig.send(writer, 4)
+        await happens(lambda: "append" in rig.outbox.calls, what="the first append")
+        rig.send(writer, 2)
+        rig.send(writer, 3, 4)
+        await stays(lambda: rig.commits.calls.count("reserve") == 1, what="the others wait for the pass")
+        durable.set()
         await _answered(rig, 4)
+        assert rig.commits.calls.count("reserve") == 2
     assert [ack.conversation_seq for ack in rig.alice.acks] == [1, 2, 3, 4]
     assert [ack.client_message_id for ack in rig.alice.acks] == [message_id(number) for number in range(1, 5)]
+
+
+async def test_a_full_run_does_not_wait_for_the_pass_under_way(rig: Rig, writer: Writer) -> None:
+    durable = rig.outbox.hold("append")
+    async with rig.running(writer):
+        rig.send(writer, 1)
+        await happens(lambda: "append" in rig.outbox.calls, what="the first append")
+        rig.send(writer, *range(2, 2 + SCRIPT_RUN_ITEMS_MAX))
+        await happens(
+            lambda: rig.commits.calls.count("reserve") == 2, what="the second pass beside the first"
+        )
+        durable.set()
+        await _answered(rig, 1 + SCRIPT_RUN_ITEMS_MAX)
 
 
 @pytest.mark.shows("C8")
