@@ -158,6 +158,8 @@ class Launcher:
                 stdout=log,
                 stderr=log,
                 process_group=0,
+                # Like the store: whoever still drains keeps the folder, its sockets and its port to itself.
+                pass_fds=(self._folder.lock,),
                 preexec_fn=partial(die_with_parent, os.getpid(), signal_number=signal.SIGTERM),  # noqa: PLW1509 - no thread exists here, and only a system call is made
             )
 

@@ -1,6 +1,6 @@
 """The data folder of `qim dev`: who may use it, and the files that a person would have to make by hand.
 
-    lock              locked while a launcher or its store lives; holds the launcher's process id
+    lock              locked while a launcher, its store or its server lives; holds the launcher's process id
     deployment        marks the folder as ours and names the deployment
     store/            what the embedded store keeps
     run               sockets; where their paths would exceed 107 bytes, a link to a private folder in /tmp
@@ -45,7 +45,7 @@ KEY_ID: Final = "dev"
 CERTIFICATE_DAYS: Final = 365
 RENEW_DAYS: Final = 14
 ORPHAN_SECONDS_MAX: Final = 25.0
-"""A store whose launcher was killed needs so long at most to end."""
+"""A store and a server whose launcher was killed need so long at most to end."""
 POLL_SECONDS: Final = 0.1
 RUN_PREFIX: Final = "qim-"
 ANNOUNCEMENT: Final = "dev.json"
@@ -194,7 +194,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _take_lock(path: Path, lock: int, clock: Clock) -> None:
-    """Waits for a store whose launcher is dead; refuses while the launcher lives."""
+    """Waits for store and server whose launcher is dead; refuses while the launcher lives."""
     began = clock.monotonic()
     while True:
         with suppress(BlockingIOError):
@@ -203,7 +203,7 @@ def _take_lock(path: Path, lock: int, clock: Clock) -> None:
         owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
         alive = owner.isdigit() and Path(f"/proc/{owner}").exists()
         if alive or clock.monotonic() - began > ORPHAN_SECONDS_MAX:
-            who = f"by process {owner}" if alive else "by a store whose launcher is gone"
+            who = f"by process {owner}" if alive else "by processes whose launcher is gone"
             raise ConfigError([f"data folder {path}: in use {who}; stop it first, or choose --data-dir"])
         _pause()
 
