@@ -9,10 +9,9 @@ import asyncio
 from itertools import chain
 from typing import Final, NamedTuple
 
-from qim.adapters.commitlog_redis import RedisCommitLog
-
 from loadtest.server import TENANT
 from loadtest.user import NUMBER, Account, build_body, make_account
+from qim.adapters.commitlog_redis import RedisCommitLog
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.mailbox_redis import RedisMailboxStore
 from qim.adapters.redis_pipe import RedisPipe
