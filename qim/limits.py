@@ -93,9 +93,6 @@ ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
 
 # --- fanout ------------------------------------------------------------------------------------------
 FANOUT_BATCH_RECORDS_MAX: Final = 512
-DISPATCH_RECIPIENTS_MAX: Final = 4_096
-"""Per part of a group dispatch; a constant of the record version, so a replay cuts the same parts."""
-DISPATCH_EXPLICIT_RECIPIENTS_MAX: Final = 64
 
 # --- mailbox -----------------------------------------------------------------------------------------
 MAILBOX_BATCH_RECORDS_MAX: Final = 512
