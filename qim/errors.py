@@ -1,7 +1,7 @@
 """The whole error tree, the codes of the protocol and the exit codes of the programs.
 
     QimError
-    ├── ProtocolError subtree            what a client is told (`code`, `retryable`, `reconnect`)
+    ├── ClientError                      what a client is told (`code`, `retryable`, `reconnect`)
     │   ├── 1000–1999  final             Unauthenticated, PermissionDenied, InvalidArgument, Conflict,
     │   │                                FailedPrecondition, Unsupported, TooLarge
     │   ├── 2000–2999  repeat            Unavailable, ResourceExhausted, DeadlineExceeded,
@@ -151,16 +151,6 @@ CLIENT_ERRORS: Final[dict[int, type[ClientError]]] = {
         RemoteProtocolError, AuthRequired, Replaced, VersionUnsupported,
     )
 }  # fmt: skip
-
-
-def should_reconnect(code: int) -> bool:
-    """Whether a client whose connection ended with this code connects again by itself."""
-    return 2000 <= code < 4000
-
-
-def should_repeat(code: int) -> bool:
-    """Whether a client repeats the request with the same client_message_id."""
-    return 2000 <= code < 4000
 
 
 # --- what a store or a log answered ----------------------------------------------------------------

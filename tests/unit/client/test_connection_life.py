@@ -10,7 +10,7 @@ from qim.client import AuthError, ConnectionLost, Disconnected, RateLimited, Rec
 from qim.client.errors import MessageRejected, SdkError, build_failure, is_final
 from qim.client.sync import HELD_SECONDS
 from qim.clock import ManualClock
-from qim.errors import CLIENT_ERRORS, Unavailable, should_reconnect
+from qim.errors import CLIENT_ERRORS, Unavailable
 from qim.limits import CONNECTION_SILENCE_MS_MAX, PING_INTERVAL_MS
 from qim.wire.frames import build_frame
 from qim.wire.layout import Op
@@ -140,7 +140,7 @@ async def test_open_requests_fail_with_their_connection(server: FakeServer, ente
 @pytest.mark.parametrize("code", [*sorted(CLIENT_ERRORS), 1999, 2999, 3999, 4999])
 def test_the_range_of_a_code_decides_what_it_becomes(code: int) -> None:
     failure = build_failure(code, "text", 250)
-    assert is_final(code) is not should_reconnect(code)
+    assert is_final(code) is (code < 2000 or code >= 4000)
     expected: type[SdkError]
     if code == 1001 or code >= 4000:
         expected = AuthError
