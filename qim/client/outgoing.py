@@ -104,12 +104,6 @@ class Outgoing:
         if row is not None:
             self._waiting[row.ordinal] = row._replace(first_sent_at=server_now)
 
-    def on_check_ended(self, client_message_id: ClientMessageId) -> None:
-        """The check got no answer; it is due again."""
-        row = self._checking.pop(client_message_id, None)
-        if row is not None:
-            self._waiting[row.ordinal] = row
-
     def take_sends(
         self, *, now: float, server_now: Millis, is_drained: bool
     ) -> tuple[list[PendingRow], list[PendingRow]]:
