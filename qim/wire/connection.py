@@ -12,9 +12,9 @@ What may arrive at the server, by state; everything else ends the connection wit
 
 The owner of the socket calls `receive` with what it read, writes what it wants to answer, and calls `close`
 when the socket is gone. Bodies are not decoded here: a body that does not decode is an error of one request,
-a frame in the wrong state is an error of the connection. Both bounds on memory live in the splitter (one
-partial frame) and in the caller (its write queue); the client's table of open requests is bounded by the same
-number as the server's. When the other side dies nothing happens here: deadlines belong to the caller's clock.
+a frame in the wrong state is an error of the connection. Memory is bounded by the splitter (one partial
+frame) and by the caller (its write queue; at the client also `open_requests`, for the server cuts a peer that
+asks on and on). When the other side dies nothing happens here: deadlines belong to the caller's clock.
 """
 
 from enum import Enum
@@ -23,7 +23,6 @@ from typing import Final
 from msgspec import Struct
 
 from qim.errors import AuthRequired, ClientError, RemoteProtocolError
-from qim.limits import UNANSWERED_REQUESTS_MAX
 from qim.wire.bodies import build_message
 from qim.wire.frames import Frame, FrameSplitter
 from qim.wire.layout import CLIENT_OPS, Op
@@ -126,11 +125,6 @@ class ClientConnection:
     def open_requests(self) -> int:
         """Requests without an answer; the server cuts the connection above its limit."""
         return len(self._open)
-
-    @property
-    def may_request(self) -> bool:
-        """Whether another request may go out now; False means wait for answers or reconnect."""
-        return self.state is State.READY and len(self._open) < UNANSWERED_REQUESTS_MAX
 
     def next_request_id(self, op: int | None = None) -> int:
         """Opens a request. Without an opcode any reply is accepted for it."""

@@ -14,7 +14,6 @@ from qim.ids import (
     SessionId,
     UserId,
 )
-from qim.limits import UNANSWERED_REQUESTS_MAX
 from qim.wire.bodies import (
     Auth,
     AuthAck,
@@ -116,10 +115,11 @@ def test_request_ids_skip_zero_and_open_ones_when_they_wrap() -> None:
 
 def test_client_counts_its_open_requests() -> None:
     client, _ = linked()
-    for _ in range(UNANSWERED_REQUESTS_MAX):
-        assert client.may_request
-        client.request(Op.PING, Ping())
-    assert not client.may_request
+    first, _ = client.request(Op.PING, Ping())
+    client.request(Op.PING, Ping())
+    assert client.open_requests == 2
+    client.receive(build_message(Op.PONG, first, Pong()))
+    assert client.open_requests == 1
 
 
 def test_push_and_echo_reach_the_client_in_one_frame() -> None:
@@ -132,12 +132,12 @@ def test_push_and_echo_reach_the_client_in_one_frame() -> None:
     assert decode_pushed(events[0][2]) == Echo(Seq(300), CONVERSATION)
 
 
-def test_goaway_stops_new_requests_but_not_answers() -> None:
+def test_goaway_changes_the_state_but_not_what_is_open() -> None:
     client, _ = linked()
     request_id, _ = client.request(Op.PING, Ping())
     (frame,) = client.receive(build_goaway(AuthRequired("late"), reconnect_after_ms=70))
     assert decode_body(frame.opcode, frame.body) == GoAway(4002, 70, "late")
-    assert not client.may_request
+    assert client.state is State.GOING_AWAY
     assert len(client.receive(build_message(Op.PONG, request_id, Pong()))) == 1
 
 
