@@ -1,8 +1,8 @@
 """`Client`: the same surface as `AsyncClient` for programs without an event loop.
 
-One daemon thread runs the loop; every method hands its coroutine over and waits. Nothing is decided here. The
-thread ends with the `with` block; a program that is killed instead loses nothing, because everything that
-matters was committed before it was told.
+One daemon thread runs the loop; every method hands its coroutine over and waits, and may be called from
+several threads. Nothing is decided here. The thread ends with the `with` block; a program that is killed
+instead loses nothing, because everything that matters was committed before it was told.
 """
 
 import asyncio

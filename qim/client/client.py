@@ -1,4 +1,4 @@
-"""The two faces of the SDK: `AsyncClient`, and `Client`, the same without async.
+"""What an application holds of the SDK: `AsyncClient`. `Client` in `blocking.py` is the same without async.
 
     async with AsyncClient("chat.example:7443", token, ca="ca.pem") as client:
         ack = await client.send(peer, "hello")
@@ -14,8 +14,7 @@ the server has no SESSION_LIST yet (it answers UNSUPPORTED), the rebuild takes t
 cursor and notes a gap for every conversation that this store knows; opening a conversation fills its gaps. A
 conversation that only the list could name stays unknown until its next message.
 
-The client belongs to the event loop in which it was entered. `Client` runs one in a daemon thread of its own;
-its methods block the calling thread only, and may be called from several.
+The client belongs to the event loop in which it was entered.
 """
 
 import asyncio
