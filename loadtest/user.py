@@ -18,7 +18,6 @@ from typing import Final, Protocol
 from blake3 import blake3
 from msgspec import Raw
 
-from qim.errors import RemoteProtocolError
 from qim.ids import ClientMessageId, DeviceId, MailboxSeq, Millis, UserId
 from qim.limits import PAGE_ENTRIES_MAX
 from qim.records import Entry, Kind, MessageType
@@ -236,11 +235,3 @@ class User:
             self.sink.on_echo(self, entry.conversation_seq)
         elif entry.record.sender != self.account.user:
             self.sink.on_entry(self, mailbox_seq, entry, pushed=pushed)
-
-
-def number_in(entry: Entry, run: int) -> int:
-    """The message number of an entry of this run; raises RemoteProtocolError for a foreign one."""
-    found_run, number = parse_body(entry.record.body)
-    if found_run != run:
-        raise RemoteProtocolError("an entry of another run in a mailbox of this one")
-    return number

@@ -47,10 +47,6 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
-    def add(self, handlers: Mapping[str, Handler]) -> None:
-        """More commands, as more of the process comes to life."""
-        self._handlers.update(handlers)
-
     async def start(self) -> None:
         """Opens the socket; what a crashed predecessor left there is replaced."""
         self._path.unlink(missing_ok=True)
