@@ -35,7 +35,7 @@ class Key:
     allowed: str = ""
     """In words, where the type and its bounds do not say it."""
     hot: bool = False
-    """Taken over by a reload; everything else needs a restart."""
+    """Taken over by a reload (`workers/reload.py`); everything else needs a restart."""
 
 
 NAME_RULE: Final = "1 to 64 of a-z, 0-9 and -"
@@ -179,10 +179,12 @@ class RedisConfig:
     password: Annotated[
         str, Key("Where the password of all instances lies; empty if they ask for none.", SECRET_RULE)
     ] = field(default="", repr=False)
-    connect_timeout_ms: Annotated[Milliseconds, Key("Time for one attempt to connect.")] = 2_000
     command_timeout_ms: Annotated[
         Milliseconds,
-        Key("A command without an answer for so long has an unknown outcome and ends its connection."),
+        Key(
+            "A command without an answer for so long has an unknown outcome and ends its connection; an"
+            " attempt to connect gets as long."
+        ),
     ] = limits.STORE_TIMEOUT_MS
 
 
@@ -196,16 +198,16 @@ class LimitsConfig:
 
     sends_per_second: Annotated[
         Annotated[float, Interval(ge=0.001, le=1_000_000)],
-        Key("Messages per user and per connection.", hot=True),
+        Key("Messages per user and per connection."),
     ] = limits.SENDS_PER_SECOND
     sends_burst: Annotated[
-        Annotated[int, Interval(ge=1, le=1_000_000)], Key("Messages at once after a pause.", hot=True)
+        Annotated[int, Interval(ge=1, le=1_000_000)], Key("Messages at once after a pause.")
     ] = limits.SENDS_BURST
     failed_logins_per_second: Annotated[
-        Annotated[float, Interval(ge=0.001, le=1_000)], Key("Refused tokens per address.", hot=True)
+        Annotated[float, Interval(ge=0.001, le=1_000)], Key("Refused tokens per address.")
     ] = limits.FAILED_LOGINS_PER_SECOND
     failed_logins_burst: Annotated[
-        Annotated[int, Interval(ge=1, le=10_000)], Key("Refused tokens at once per address.", hot=True)
+        Annotated[int, Interval(ge=1, le=10_000)], Key("Refused tokens at once per address.")
     ] = limits.FAILED_LOGINS_BURST
     unanswered_requests_max: Annotated[
         Annotated[int, Interval(ge=1, le=65_536)],

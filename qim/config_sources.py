@@ -226,6 +226,21 @@ def _allowed(hint: Any) -> str:  # noqa: ANN401 - a type hint has no narrower ty
 KEYS: Final[Mapping[str, KeyEntry]] = _list_keys()
 
 
+def changes_for_restart(running: Config, fresh: Config) -> list[str]:
+    """Keys that differ and that no reload takes over, in the order of the tree."""
+    return [
+        dotted
+        for dotted, entry in KEYS.items()
+        if not entry.key.hot and _value_of(running, dotted) != _value_of(fresh, dotted)
+    ]
+
+
+def _value_of(config: Config, dotted: str) -> object:
+    section, _, name = dotted.partition(".")
+    value: object = getattr(getattr(config, section), name)
+    return value
+
+
 def key_of(dotted: str) -> str:
     """The key a dotted path belongs to: itself, or the table or list it lies in."""
     while dotted and dotted not in KEYS:

@@ -43,6 +43,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "child_flapping": "A child died so often that the service reports itself as not ready.",
     "child_forked": "A child was started.",
     "claim_not_released": "A slot could not be given back at the end; its next owner takes it anyway.",
+    "config_needs_restart": "Changed keys that a reload cannot take over wait for a restart.",
     "config_reload_refused": "A changed configuration was not taken over; the old one stays.",
     "config_reloaded": "A changed configuration was taken over.",
     "connection_slow": "Connections were closed because their clients did not read.",

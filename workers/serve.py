@@ -25,6 +25,7 @@ from structlog import get_logger
 from qim.clock import SystemClock
 from qim.config import Config, Secret, load_config
 from qim.config_checks import check_files, read_secret
+from qim.config_sources import changes_for_restart
 from qim.ctl.tune import Profile, are_stores_local, load_profile, read_host
 from qim.domain.placement import Placement
 from qim.domain.supervisor import WatchLimits
@@ -191,6 +192,9 @@ def _accept_reload(command: Command, running: Config) -> None:
     reload = reload_of(fresh, os.environ)
     reload.make_context()
     write_reload(running, reload)
+    waiting = changes_for_restart(running, fresh)
+    if waiting:
+        log.warning("config_needs_restart", keys=", ".join(waiting))
 
 
 def _occupy_folder(folder: Path) -> None:

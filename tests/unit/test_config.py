@@ -12,8 +12,9 @@ import pytest
 
 from qim import config_checks
 from qim.config import SECTIONS, Config, Secret, describe, load_config
-from qim.config_sources import KEYS, lines_of_keys
+from qim.config_sources import KEYS, changes_for_restart, lines_of_keys
 from qim.errors import ConfigError
+from workers.reload import Reload
 
 CANARY = "canary-hunter2"
 
@@ -226,3 +227,16 @@ def test_files_are_checked_together_and_named_by_key(tmp_path: Path) -> None:
     assert any(
         "auth.keys: none is configured" in line for line in config_checks.check_files(Config(), environ={})
     )
+
+
+def test_a_change_that_no_reload_takes_over_is_named(tmp_path: Path) -> None:
+    running = load_config(None)
+    changed = "[gateway]\nport = 2\n[limits]\nsends_burst = 7777\n[log]\nlevel = 'debug'\n"
+    assert changes_for_restart(running, running) == []
+    fresh = load_config(_write(tmp_path, changed))
+    assert changes_for_restart(running, fresh) == ["gateway.port", "limits.sends_burst"]
+
+
+def test_exactly_what_a_reload_carries_is_called_hot() -> None:
+    hot = {dotted.partition(".")[2] for dotted, entry in KEYS.items() if entry.key.hot}
+    assert hot == set(Reload._fields)
