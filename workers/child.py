@@ -32,8 +32,6 @@ PR_SET_PDEATHSIG: Final = 1
 GC_THRESHOLD: Final = 20_000
 """New containers between two young collections. A batch of messages makes some thousand that are all freed by
 reference count; the default of 700 spent a twelfth of a busy worker on looking at them."""
-SWITCH_INTERVAL_SECONDS: Final = 0.0002
-"""A busy client thread holds the loop for less than with the default of 5 ms."""
 MANAGER_VARIABLES: Final = (
     "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
 )  # fmt: skip
@@ -115,7 +113,6 @@ def _become_child(context: ChildContext) -> None:
     random.seed()
     faulthandler.enable()
     Path("/proc/self/comm").write_bytes(f"qim-{context.name}".encode()[:COMM_BYTES_MAX])
-    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.set_threshold(GC_THRESHOLD, 20, 20)
     context.record.set_pid(os.getpid())
 

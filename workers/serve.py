@@ -72,6 +72,8 @@ def serve(command: Command) -> int:
     if problems:
         raise ConfigError(problems)
     configure_logging(level=config.log.level, log_format=config.log.format, process="supervisor")
+    # Before the fork: the children inherit it.
+    sys.setswitchinterval(profile.switch_interval_seconds)
     set_reference_key(read_secret(config.log.reference_key, environ=os.environ).reveal())
     password = read_secret(config.redis.password, environ=os.environ)
     _occupy_folder(Path(config.server.runtime_dir))
