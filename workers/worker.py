@@ -30,10 +30,9 @@ from structlog import get_logger
 from qim.clock import SystemClock
 from qim.config import Config, Secret
 from qim.domain.placement import Placement
-from qim.domain.supervisor import STAGE_SHARES, ChildState, Stage
+from qim.domain.supervisor import ChildState, Stage, stage_budget_ms
 from qim.errors import ExitCode, GuardRefused, StaleOwner, StoreBroken, StoreRefused, StoreUnfit, StoreUnknown
 from qim.ids import BootId, SlotId, WorkerId
-from qim.limits import DRAIN_DEADLINE_MS
 from qim.logsetup import LineSink, configure_logging
 from qim.metrics import Metrics
 from qim.ports import SlotClaim
@@ -305,9 +304,8 @@ class Worker:
             self.context.record.report_done(done)
 
     async def _do_stage(self, roles: Roles, stage: Stage) -> None:
-        whole_ms = self.job.config.server.drain_timeout_ms
-        budget = STAGE_SHARES[stage] * 1000 / DRAIN_DEADLINE_MS * whole_ms / 1000
-        deadline = self.clock.monotonic() + budget
+        budget_ms = stage_budget_ms(stage, self.job.config.server.drain_timeout_ms)
+        deadline = self.clock.monotonic() + budget_ms / 1000
         match stage:
             case Stage.GOODBYE:
                 await roles.say_goodbye(deadline)

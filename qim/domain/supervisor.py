@@ -146,13 +146,18 @@ def may_ping_watchdog(overdue_ms: list[int], watch: WatchLimits) -> bool:
     return all(overdue <= watch.repair_ms for overdue in overdue_ms)
 
 
+def stage_budget_ms(stage: Stage, whole_ms: int) -> int:
+    """A stage's part of the whole drain time, the same for the supervisor and for its children."""
+    return round(STAGE_SHARES[stage] * whole_ms / sum(STAGE_SHARES.values()))
+
+
 class Drain:
     """The progress of one staged stop."""
 
     def __init__(self, *, now_ms: int, budget_ms: int, first: Stage = Stage.NOTICE) -> None:
-        self._scale = budget_ms / sum(STAGE_SHARES.values())
+        self._budget_ms = budget_ms
         self.stage = first
-        self._ends_ms = now_ms + self._budget(first)
+        self._ends_ms = now_ms + stage_budget_ms(first, budget_ms)
 
     def advance(self, *, now_ms: int, slowest: Stage) -> bool:
         """Moves on when the stage is over; True when it did. `slowest`: what all children have done.
@@ -178,14 +183,7 @@ class Drain:
         """Whether what still runs must be killed."""
         return self.stage is Stage.CLOSE and now_ms >= self._ends_ms
 
-    def ends_in_ms(self, now_ms: int) -> int:
-        """What is left of the present stage."""
-        return max(0, self._ends_ms - now_ms)
-
     def _enter(self, stage: Stage, now_ms: int) -> None:
         assert stage > self.stage
         self.stage = stage
-        self._ends_ms = now_ms + self._budget(stage)
-
-    def _budget(self, stage: Stage) -> int:
-        return round(STAGE_SHARES[stage] * self._scale)
+        self._ends_ms = now_ms + stage_budget_ms(stage, self._budget_ms)
