@@ -13,20 +13,18 @@ At most the newest records are read: an old copy misses the newest, whatever els
 The rules and the words are in `qim/domain/guards.py`. Nothing here has state.
 """
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Final
 
-from qim.adapters.redis_keys import IDENTITY, OWNER
+from qim.adapters.redis_facts import StoreFacts
 from qim.domain.guards import (
-    REQUIRED_SETTINGS,
     ExpectedIdentity,
     find_wrong_role,
     find_wrong_settings,
     judge_identity,
 )
 from qim.domain.placement import Placement, slot_of_bucket
-from qim.errors import ExitCode, GuardRefused, RecordCorrupt, StoreBroken, StoreUnfit
+from qim.errors import ExitCode, GuardRefused, RecordCorrupt
 from qim.ids import BucketId, ConversationId, Offset, Seq, SlotId, TenantId
 from qim.ports import CommitLog, CommitStore, LogRecord, Watermarks
 from qim.records import entry_coordinates, outbox_entry, parse_header
@@ -34,44 +32,6 @@ from qim.records import entry_coordinates, outbox_entry, parse_header
 PAGE_RECORDS: Final = 512
 OUTBOX_RECORDS_READ_MAX: Final = 8_192
 """Newest records per partition; at full speed that is more than a second of one worker."""
-
-Command = Callable[..., asyncio.Future[Any]]
-"""`RedisPipe.command`, or anything else that sends one command."""
-
-
-class StoreFacts(NamedTuple):
-    """What a server says of itself."""
-
-    settings: Mapping[str, str]
-    role: str
-    identities: Mapping[bytes, bytes]
-    keys: int
-    was_served: bool
-    """Whether a worker has ever owned slots here."""
-
-
-async def fetch_facts(command: Command, *, where: str) -> StoreFacts:
-    """Asks in one round trip; raises GuardRefused when the server does not let us ask."""
-    asked = [command("CONFIG", "GET", setting) for setting in REQUIRED_SETTINGS]
-    asked += [command("INFO", "replication"), command("HGETALL", IDENTITY), command("DBSIZE")]
-    asked += [command("EXISTS", OWNER)]
-    try:
-        # All are awaited, also behind a failed one: nobody else will ever look at them.
-        await asyncio.gather(*asked, return_exceptions=True)
-        answers = [await answer for answer in asked]
-    except (StoreUnfit, StoreBroken) as error:
-        raise GuardRefused(
-            f"{where}: {error}; qim reads CONFIG GET, INFO and the hash {IDENTITY.decode()} at start: allow"
-            " its user to"
-        ) from error
-    *settings, replication, identities, keys, owners = answers
-    return StoreFacts(
-        settings={pair[0].decode(): pair[1].decode() for pair in settings if pair},
-        role=_role_of(replication.decode()),
-        identities=dict(zip(identities[::2], identities[1::2], strict=True)),
-        keys=int(keys),
-        was_served=bool(owners),
-    )
 
 
 def check_settings(facts: StoreFacts, *, where: str) -> None:
@@ -107,6 +67,8 @@ async def check_outbox(
         seen = await store.load_outbox_seen(slots)
         for slot in slots:
             offset = seen.get(slot, Offset(-1))
+            if slot not in marks:
+                continue  # no log at all: the fan-out stops this partition, alone
             _check_log_is_not_older(instance, slot, offset, marks[slot])
             await _check_store_is_not_older(
                 instance, store, outbox, placement, slot=slot, first=Offset(offset + 1), mark=marks[slot]
@@ -169,11 +131,3 @@ def _place_of(record: LogRecord) -> tuple[tuple[BucketId, TenantId, Conversation
     except RecordCorrupt:
         return None
     return (header.bucket, header.tenant, conversation), seq
-
-
-def _role_of(replication: str) -> str:
-    for line in replication.splitlines():
-        name, _, value = line.partition(":")
-        if name == "role":
-            return value.strip()
-    return "unknown"

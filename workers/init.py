@@ -14,17 +14,17 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from qim.adapters.lua_scripts import LuaScripts
-from qim.adapters.redis_keys import IDENTITY
+from qim.adapters.redis_facts import StoreFacts
 from qim.clock import SystemClock
 from qim.config import Config, Secret
 from qim.domain.guards import ExpectedIdentity, judge_identity
+from qim.domain.placement import Placement
 from qim.errors import ExitCode, GuardRefused
 from qim.ids import MailboxSeq, SlotId
 from qim.limits import SLOTS
 from qim.metrics import Metrics
-from workers.guards import StoreFacts, check_settings
-from workers.wiring import CORE, Instance, Stores, wire
+from workers.guards import check_settings
+from workers.wiring import CORE, Instance, Stores, load_scripts, wire
 
 FIRST_BASE: Final = MailboxSeq(1)
 """mailbox_seq = base + offset, and 0 means none."""
@@ -42,7 +42,7 @@ async def _initialise(config: Config, password: Secret) -> list[str]:
     stores = wire(
         config,
         workers=1,
-        scripts=LuaScripts.load(),
+        scripts=load_scripts(),
         clock=SystemClock(),
         metrics=Metrics(),
         password=password,
@@ -103,8 +103,9 @@ async def _write(stores: Stores, missing: Sequence[tuple[Instance, ExpectedIdent
     others = [each for each in missing if each[1].role != CORE]
     await _write_identities(others)
     log_identity = await stores.create_logs()
+    placement = Placement(1, len(stores.commits), len(stores.mailboxes))
     for number, mailbox in enumerate(stores.mailboxes):
-        mine = [SlotId(slot) for slot in range(SLOTS) if slot * len(stores.mailboxes) // SLOTS == number]
+        mine = [slot for slot in map(SlotId, range(SLOTS)) if placement.mailbox_instance_of(slot) == number]
         await mailbox.initialise_shards(dict.fromkeys(mine, FIRST_BASE), log_identity)
     await _write_identities(cores)
     return [
@@ -115,4 +116,4 @@ async def _write(stores: Stores, missing: Sequence[tuple[Instance, ExpectedIdent
 
 async def _write_identities(missing: Sequence[tuple[Instance, ExpectedIdentity]]) -> None:
     for instance, identity in missing:
-        await instance.pipe.command("HSETNX", IDENTITY, identity.field, identity.value)
+        await instance.identify(identity)

@@ -1,4 +1,4 @@
-"""Configuration → adapters. The only file that names a medium.
+"""Configuration → adapters. The only file that chooses a medium.
 
 One connection per worker and server: where core, mailbox and log share a server they share its pipe, so the
 calls of all roles leave in one write per pass. Adapters are made after the fork, inside the running loop, and
@@ -18,23 +18,26 @@ from qim.adapters.commitlog_redis import RedisCommitLog
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.lua_scripts import LuaScripts
 from qim.adapters.mailbox_redis import RedisMailboxStore
+from qim.adapters.redis_facts import StoreFacts, fetch_facts, fetch_memory, write_identity
+from qim.adapters.redis_keys import IDENTITY
 from qim.adapters.redis_pipe import RedisPipe
 from qim.clock import Clock
 from qim.config import Config, Secret
-from qim.domain.guards import ExpectedIdentity
+from qim.domain.guards import REQUIRED_SETTINGS, ExpectedIdentity
 from qim.domain.placement import Placement
+from qim.errors import GuardRefused, StoreBroken, StoreUnfit
 from qim.ids import SlotId
 from qim.limits import SLOTS
 from qim.metrics import Metrics
 from workers.audit import AuditedStores
-from workers.guards import StoreFacts, check_identities, check_settings, fetch_facts
+from workers.guards import check_identities, check_settings
 
 CORE: Final = "core"
 MAILBOX: Final = "mailbox"
 LOG: Final = "log"
 
-
 Scripts = LuaScripts
+"""What `load_scripts` gives, for whoever hands it on and names no medium."""
 
 
 class Instance(NamedTuple):
@@ -46,7 +49,18 @@ class Instance(NamedTuple):
     expected: tuple[ExpectedIdentity, ...]
 
     async def facts(self) -> StoreFacts:
-        return await fetch_facts(self.pipe.command, where=self.where)
+        """What the guards need to know; raises GuardRefused when the server does not let us ask."""
+        try:
+            return await fetch_facts(self.pipe.command, REQUIRED_SETTINGS)
+        except (StoreUnfit, StoreBroken) as error:
+            raise GuardRefused(
+                f"{self.where}: {error}; qim reads CONFIG GET, INFO and the hash {IDENTITY.decode()} at"
+                " start: allow its user to"
+            ) from error
+
+    async def identify(self, identity: ExpectedIdentity) -> None:
+        """For `init`: from now on the server is this one."""
+        await write_identity(self.pipe.command, field=identity.field, value=identity.value)
 
     async def check(self) -> None:
         """The start-up guards; raises GuardRefused."""
@@ -56,19 +70,15 @@ class Instance(NamedTuple):
 
     async def memory(self) -> dict[str, object]:
         """What the server holds, held when empty, and may hold: the host's memory if it has no limit."""
-        facts: dict[str, str] = {}
-        for section in ("memory", "stats"):
-            text: bytes = await self.pipe.command("INFO", section)
-            facts |= dict(line.partition(":")[::2] for line in text.decode().splitlines() if ":" in line)
-        limit = int(facts["maxmemory"])
+        memory = await fetch_memory(self.pipe.command)
         return {
             "store": self.where,
             "roles": ", ".join(identity.role for identity in self.expected),
-            "used_bytes": int(facts["used_memory"]),
-            "empty_bytes": int(facts.get("used_memory_startup", 0)),
-            "max_bytes": limit or int(facts.get("total_system_memory", 0)),
-            "max_is": "maxmemory" if limit else "memory of the host",
-            "evicted": int(facts["evicted_keys"]),
+            "used_bytes": memory.used_bytes,
+            "empty_bytes": memory.empty_bytes,
+            "max_bytes": memory.limit_bytes or memory.host_bytes,
+            "max_is": "maxmemory" if memory.limit_bytes else "memory of the host",
+            "evicted": memory.evicted,
         }
 
 
@@ -109,18 +119,9 @@ class Stores:
             instance.pipe.on_connected.append(callback)
 
     @property
-    def unreachable(self) -> frozenset[str]:
-        """Servers without a connection now; who was never connected counts too."""
-        return frozenset(each.where for each in self.instances if not each.pipe.is_connected)
-
-    @property
     def away(self) -> list[str]:
-        """The servers that are not connected."""
+        """Servers without a connection now; who was never connected counts too."""
         return [instance.where for instance in self.instances if not instance.pipe.is_connected]
-
-    @property
-    def reconnects(self) -> int:
-        return sum(instance.pipe.reconnects for instance in self.instances)
 
     async def create_logs(self) -> bytes:
         """For `init`: gives both logs an identity where they have none; that of the dispatch log."""
@@ -179,7 +180,7 @@ def wire(
 def wire_audit(config: Config, *, clock: Clock, password: Secret) -> tuple[Stores, AuditedStores]:
     """The same servers as the audit reads them: raw keys, not scripts."""
     stores = wire(
-        config, workers=1, scripts=LuaScripts.load(), clock=clock, metrics=Metrics(), password=password
+        config, workers=1, scripts=load_scripts(), clock=clock, metrics=Metrics(), password=password
     )
     pipes = {instance.where: instance.pipe for instance in stores.instances}
     return stores, AuditedStores(

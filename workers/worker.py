@@ -101,7 +101,7 @@ class Worker:
         """What the start waits for, in words; empty when it does not wait."""
         self._sink = sink
         self._stores: Stores | None = None
-        self._away: frozenset[str] = frozenset()
+        self._away: list[str] = []
         """Servers without a connection when last looked at."""
         self._told = asyncio.Event()
         """Set when the wanted stage has changed."""
@@ -391,12 +391,13 @@ class Worker:
         self.metrics.log_dropped = self._sink.dropped
         if self._stores is None:
             return
-        self.metrics.redis_reconnects = self._stores.reconnects
-        away = self._stores.unreachable
-        for where in away - self._away:
-            log.error("store_lost", store=where)
-        for where in self._away - away:
-            log.info("store_reached", store=where)
+        away = self._stores.away
+        for where in away:
+            if where not in self._away:
+                log.error("store_lost", store=where)
+        for where in self._away:
+            if where not in away:
+                log.info("store_reached", store=where)
         self._away = away
 
 
