@@ -14,7 +14,8 @@
     │   │   ├── StaleOwner               a newer owner took the slot
     │   │   └── StoreUnfit               wrong settings or wrong instance; the slot stops
     │   └── StoreBroken                  the store answered what it must never answer; the slot stops
-    ├── LogError                         OffsetOutOfRange, LogIdentityChanged
+    ├── LogError                         LogIdentityChanged
+    │   └── PartitionStopped             OffsetOutOfRange, EntryUnreadable: one partition, alone
     ├── ControlError                     what a tool was told over a control socket
     │   ├── ControlUnreachable           nobody answered; whether it was done is unknown (exit 69)
     │   └── ControlRefused               the process answered no, with its reason and exit code
@@ -184,13 +185,21 @@ class LogError(QimError):
     """A log cannot serve what was asked."""
 
 
-class OffsetOutOfRange(LogError):
-    """The position lies outside the log, or the log jumped. Never skipped."""
+class PartitionStopped(LogError):
+    """A reader cannot go on in one partition; the others are not affected. Nothing is skipped."""
 
     def __init__(self, text: str = "", *, partition: int | None = None) -> None:
         super().__init__(text)
         self.partition = partition
         """Where it happened; None: not known, then every partition of the reader stops."""
+
+
+class OffsetOutOfRange(PartitionStopped):
+    """The position lies outside the log, or the log jumped."""
+
+
+class EntryUnreadable(PartitionStopped):
+    """What stands at the position is none of our entries, or the partition is no log at all."""
 
 
 class LogIdentityChanged(LogError):

@@ -345,7 +345,8 @@ class MailboxStore(SlotOwnership, Protocol):
         self, expected: Mapping[SlotId, MailboxSeq], writes: Sequence[MailboxWrite]
     ) -> Awaitable[list[Materialised]]:
         """The fused path: check, entries, completion, W, one step per run. `expected` is W before the call,
-        per slot; records of one slot are consecutive and in order. W already at or past a record: DONE.
+        per slot; records of one slot are consecutive and in order. W already at or past a record: DONE; so a
+        run that overlaps what is done goes on behind it. Otherwise a W that is not the expected one is a GAP.
         """
         ...
 
@@ -404,7 +405,8 @@ class LogReader(Protocol):
     def next_batch(self, *, records_max: int, bytes_max: int) -> Awaitable[list[LogRecord]]:
         """Waits until at least one record is there; order per partition is offset order.
 
-        Raises OffsetOutOfRange when a partition jumps or ends below the reader's position.
+        Raises PartitionStopped, naming the partition, when one jumps, ends below the reader's position or
+        holds what cannot be read; the others are read on.
         """
         ...
 
@@ -435,7 +437,9 @@ class CommitLog(Protocol):
         """A reader behind the given positions (last finished; -1 = from the first record)."""
         ...
 
-    def watermarks(self, partitions: Sequence[SlotId]) -> Awaitable[dict[SlotId, Watermarks]]: ...
+    def watermarks(self, partitions: Sequence[SlotId]) -> Awaitable[dict[SlotId, Watermarks]]:
+        """Ends of each partition; one that holds something else than a log is left out."""
+        ...
 
     def read(self, partition: SlotId, offset: Offset, *, records_max: int) -> Awaitable[list[LogRecord]]:
         """Records at and above `offset`, for guards, audit and operators; not the hot path."""

@@ -109,14 +109,14 @@ async def _behind(stores: AuditedStores) -> dict[str, int]:
         slots = [slot for slot in ALL_SLOTS if placement.core_instance_of(slot) == instance]
         positions = await commits.load_positions(FANOUT_GROUP, slots)
         for slot in slots:
-            missing = outbox[slot].high - 1 - positions.get(slot, Offset(-1))
+            missing = outbox[slot].high - 1 - positions.get(slot, Offset(-1)) if slot in outbox else 0
             if missing > 0:
                 behind[f"fanout partition {slot}"] = missing
     for instance, mailboxes in enumerate(stores.mailboxes):
         slots = [slot for slot in ALL_SLOTS if placement.mailbox_instance_of(slot) == instance]
         for slot, state in (await mailboxes.load_shards(slots)).items():
             finished = state.watermark - state.base if state.watermark else -1
-            missing = dispatch[slot].high - 1 - finished
+            missing = dispatch[slot].high - 1 - finished if slot in dispatch else 0
             if missing > 0:
                 behind[f"mailbox shard {slot}"] = missing
     return behind
@@ -142,6 +142,9 @@ async def _walk_commits(stores: AuditedStores, report: Report, progress: Progres
 async def _walk_outbox(stores: AuditedStores, report: Report, progress: Progress) -> None:
     watermarks = await stores.outbox.watermarks(ALL_SLOTS)
     bar = progress.add_task("Outbox", total=sum(mark.high - mark.low for mark in watermarks.values()))
+    report.note(
+        [Finding("unreadable", f"Outbox partition {slot}") for slot in ALL_SLOTS if slot not in watermarks]
+    )
     for slot, mark in watermarks.items():
         offset = mark.low
         while offset < mark.high:

@@ -30,7 +30,7 @@ from qim.domain.mailbox import backoff_ms
 from qim.domain.placement import Placement
 from qim.errors import (
     FailedPrecondition,
-    OffsetOutOfRange,
+    PartitionStopped,
     RecordCorrupt,
     StoreBroken,
     StoreError,
@@ -133,6 +133,9 @@ class Fanout:
         stored = await self._load_positions()
         marks = await self._outbox.watermarks(self._slots)
         for slot in self._slots:
+            if slot not in marks:
+                self._stop(slot, NOTHING_FINISHED, "what the store holds under its key is no log")
+                continue
             low, high = marks[slot]
             position = stored.get(slot)
             if position is None and low > 0:
@@ -170,7 +173,7 @@ class Fanout:
                     batch = await reader.next_batch(
                         records_max=FANOUT_BATCH_RECORDS_MAX, bytes_max=LOG_READ_BYTES_MAX
                     )
-                except OffsetOutOfRange as error:
+                except PartitionStopped as error:
                     self._stop_reading(error)
                 except StoreError as error:
                     log.warning("log_read_failed", role=GROUP, reason=str(error))
@@ -293,7 +296,7 @@ class Fanout:
         if self._reader is not None and slot in self.positions:
             self._reader.pause(slot)
 
-    def _stop_reading(self, error: OffsetOutOfRange) -> None:
+    def _stop_reading(self, error: PartitionStopped) -> None:
         slots = self._slots if error.partition is None else (SlotId(error.partition),)
         for slot in slots:
             if slot in self.positions and slot not in self.stopped:

@@ -72,7 +72,7 @@ class Retention:
             bounds = {
                 slot: Offset(min(end, positions[slot]))
                 for slot, end in old.items()
-                if slot in positions and min(end, positions[slot]) > marks[slot].low
+                if slot in positions and slot in marks and min(end, positions[slot]) > marks[slot].low
             }
             if bounds:
                 await self._log.trim(bounds)

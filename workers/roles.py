@@ -267,8 +267,11 @@ class Cursors:
             # The last numbers stay; that a store is away is said elsewhere.
             return
         for slot in self._slots:
-            metrics.fanout_lag[slot] = _lag(outbox[slot], roles.fanout.positions.get(slot))
-            metrics.mailbox_lag[slot] = _lag(dispatch[slot], roles.mailbox.positions.get(slot))
+            # A partition that cannot be read is told of as stopped; its last number stays.
+            if slot in outbox:
+                metrics.fanout_lag[slot] = _lag(outbox[slot], roles.fanout.positions.get(slot))
+            if slot in dispatch:
+                metrics.mailbox_lag[slot] = _lag(dispatch[slot], roles.mailbox.positions.get(slot))
 
 
 def _lag(mark: Watermarks, position: Offset | None) -> int:

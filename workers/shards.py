@@ -24,7 +24,7 @@ from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain import mailbox as rules
-from qim.errors import OffsetOutOfRange, RecordCorrupt, StoreBroken, StoreError
+from qim.errors import PartitionStopped, RecordCorrupt, StoreBroken, StoreError
 from qim.ids import DispatchId, MailboxSeq, Offset, SlotId, WorkerId
 from qim.limits import (
     BATCHES_IN_FLIGHT_MAX,
@@ -100,6 +100,9 @@ class Shards:
             if state is None or state.base < 1:
                 self._refuse(slot, "the shard has no state: it was never initialised, or its store was lost")
                 continue
+            if slot not in marks:
+                self._refuse(slot, "what the store holds under the key of its log is no log")
+                continue
             reason = await self._check(slot, state, marks[slot].low, marks[slot].high, identity)
             if reason:
                 self._refuse(slot, reason)
@@ -151,7 +154,7 @@ class Shards:
                     batch = await reader.next_batch(
                         records_max=MAILBOX_BATCH_RECORDS_MAX, bytes_max=LOG_READ_BYTES_MAX
                     )
-                except OffsetOutOfRange as error:
+                except PartitionStopped as error:
                     self._stop_reading(error)
                 except StoreError as error:
                     log.warning("log_read_failed", role="mailbox", reason=str(error))
@@ -366,7 +369,7 @@ class Shards:
     def _stop_at(self, shard: Shard, write: MailboxWrite, reason: str) -> None:
         self.stop(shard, shard.offset_of(write.mailbox_seq), write.dispatch_id, reason)
 
-    def _stop_reading(self, error: OffsetOutOfRange) -> None:
+    def _stop_reading(self, error: PartitionStopped) -> None:
         slots = tuple(self.shards) if error.partition is None else (SlotId(error.partition),)
         for slot in slots:
             shard = self.shards.get(slot)

@@ -10,7 +10,10 @@ A reader gets its records from three places, in this order:
 
 Once a second one HMGET compares the counters of all partitions with the positions. It finds what strangers
 appended to a log that is not shared, and a log that ends below a position. A partition whose next record is
-not the next offset raises OffsetOutOfRange; the reader does not go on behind it.
+not the next offset, whose next entry cannot be read, or whose key is no stream raises PartitionStopped; the
+reader does not go on behind it, and **goes on in all others**: a reply is taken over as far as it can be, and
+a question that the server refuses for one key is asked again key by key. Who paused the partition is not told
+again.
 
 A reply is accepted only where the cursor still stands where it stood when the question was asked. When the
 server dies, `next_batch` raises the store's error; calling it again goes on at the same place.
@@ -18,11 +21,11 @@ server dies, `next_batch` raises the store's error; calling it again goes on at 
 
 import asyncio
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from qim.adapters.commitlog_cursor import Cursor, Cursors
-from qim.errors import LogError, StoreBroken, StoreError
+from qim.errors import EntryUnreadable, LogError, PartitionStopped, StoreBroken, StoreError
 from qim.ids import Offset, SlotId
 from qim.limits import LOG_SWEEP_INTERVAL_MS, STORE_TIMEOUT_MS
 from qim.ports import LogRecord
@@ -153,10 +156,38 @@ class RedisLogReader:
 
     async def _fetch(self) -> None:
         asked = [_ask(cursor) for cursor in self._cursors.hungry() if cursor.partition in self._stale]
-        reply = await self._log.pipe.command(
+        try:
+            reply = await self._read(asked)
+        except StoreBroken as error:
+            if len(asked) == 1:
+                raise self._unreadable(asked[0][0], error) from error
+            await self._fetch_apart(asked)
+        else:
+            self._accept(asked, reply)
+
+    async def _fetch_apart(self, asked: Asked) -> None:
+        """The server refuses a question for the fault of one key: asked one by one, only that one fails."""
+        stopped: PartitionStopped | None = None
+        for one in asked:
+            try:
+                self._accept([one], await self._read([one]))
+            except PartitionStopped as error:
+                stopped = stopped or error
+            except StoreBroken as error:
+                stopped = stopped or self._unreadable(one[0], error)
+        if stopped is not None:
+            raise stopped
+
+    def _read(self, asked: Asked) -> Awaitable[Any]:
+        return self._log.pipe.command(
             "XREAD", "COUNT", FETCH_ENTRIES_MAX, "STREAMS", *self._keys_and_ids(asked)
         )
-        self._accept(asked, reply)
+
+    def _unreadable(self, cursor: Cursor, error: Exception) -> EntryUnreadable:
+        partition = cursor.partition
+        return EntryUnreadable(
+            f"{self._log.name} {partition} at {cursor.fetch_at}: {error}", partition=partition
+        )
 
     async def _block(self) -> None:
         asked = [_ask(cursor) for cursor in self._cursors.hungry()]
@@ -176,12 +207,16 @@ class RedisLogReader:
             if isinstance(reply, StoreError):
                 raise reply
             self._accept(asked, reply, marks_stale=False)
+        except StoreBroken:
+            # One of many keys; the questions that do not wait find out which.
+            self._stale.update(cursor.partition for cursor, _, _ in asked)
         except (StoreError, LogError) as error:
             self._error = error
         self._wake()
 
     def _accept(self, asked: Asked, reply: Any, *, marks_stale: bool = True) -> None:  # noqa: ANN401 - decoded here
         found = dict(reply or ())
+        stopped: PartitionStopped | None = None
         for cursor, turns, offset in asked:
             entries = found.get(self._log.keys[cursor.partition], ())
             if cursor.turns != turns or cursor.fetch_at != offset:
@@ -189,11 +224,16 @@ class RedisLogReader:
             if marks_stale and len(entries) < FETCH_ENTRIES_MAX:
                 self._stale.discard(cursor.partition)
             try:
-                chunks = [unpack_entry(entry) for entry in entries]
+                for entry in entries:
+                    cursor.accept(*unpack_entry(entry))
             except (ValueError, TypeError, IndexError, struct.error) as error:
-                raise StoreBroken(f"{self._log.name} {cursor.partition}: {error}") from error
-            for first, records in chunks:
-                cursor.accept(first, records)
+                stopped = stopped or self._unreadable(cursor, error)
+                self._stale.add(cursor.partition)
+            except PartitionStopped as error:
+                stopped = stopped or error
+                self._stale.add(cursor.partition)
+        if stopped is not None:
+            raise stopped
 
     async def _sweep(self) -> None:
         asked = [_ask(cursor) for cursor in self._cursors.by_partition.values()]
@@ -203,14 +243,20 @@ class RedisLogReader:
         except StoreError:
             self._is_sweep_due = True
             raise
+        stopped: PartitionStopped | None = None
         for cursor, turns, offset in asked:
-            end = ends[cursor.partition]
-            if cursor.turns != turns:
+            end = ends.get(cursor.partition)
+            if end is None or cursor.turns != turns or cursor.is_paused:
                 continue
             if end < offset:  # the offset at the time of the question: a block may have moved it since
-                cursor.check_end(end)
+                try:
+                    cursor.check_end(end)
+                except PartitionStopped as error:
+                    stopped = stopped or error
             elif end > cursor.fetch_at:
                 self._stale.add(cursor.partition)
+        if stopped is not None:
+            raise stopped
 
     def _keys_and_ids(self, asked: Asked) -> Iterable[bytes]:
         """An entry's id is the offset behind its last record: the first id above an offset holds it."""

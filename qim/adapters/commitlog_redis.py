@@ -32,7 +32,7 @@ from qim.adapters.redis_answers import Answers
 from qim.adapters.redis_keys import IDENTITY, SLOT_FIELDS, bucket_tag, position_key, slot_tag
 from qim.adapters.redis_pipe import RedisPipe
 from qim.clock import Clock, SystemClock
-from qim.errors import LogIdentityChanged, StoreError, StoreUnknown
+from qim.errors import LogIdentityChanged, StoreBroken, StoreError, StoreUnknown
 from qim.ids import BucketId, Offset, SlotId
 from qim.limits import BUCKETS_PER_SLOT, LOG_TAIL_BYTES_MAX, SLOTS
 from qim.ports import LogRecord, Watermarks
@@ -135,21 +135,24 @@ class RedisCommitLog:
         ends = {
             partition: Offset(int(value))
             for partition, value in zip(partitions, values, strict=True)
-            if value is not None
+            if value is not None and value.isdigit()
         }
         lost = [partition for partition in partitions if partition not in ends]
         if lost:
             marks = await self.watermarks(lost)
-            ends.update((partition, marks[partition].high) for partition in lost)
+            ends.update((partition, mark.high) for partition, mark in marks.items())
         return ends
 
     def watermarks(self, partitions: Sequence[SlotId]) -> asyncio.Future[dict[SlotId, Watermarks]]:
         """Asks the streams themselves, not the counters. A missing stream is an empty log."""
-        answers: Answers[dict[SlotId, Watermarks]] = Answers(
-            len(partitions), lambda marks: dict(zip(partitions, marks, strict=True))
-        )
+
+        def combine(marks: list[Watermarks]) -> dict[SlotId, Watermarks]:
+            named = zip(partitions, marks, strict=True)
+            return {partition: mark for partition, mark in named if mark is not _NO_LOG}
+
+        answers: Answers[dict[SlotId, Watermarks]] = Answers(len(partitions), combine)
         for at, partition in enumerate(partitions):
-            on_reply = answers.part(at, _watermarks_of, _missing_is_empty)
+            on_reply = answers.part(at, _watermarks_of, _marks_of_error)
             self.pipe.submit(("XINFO", "STREAM", self.keys[partition]), on_reply)
         return answers.future
 
@@ -221,8 +224,13 @@ def _unknown_is_an_answer(error: StoreError) -> bool | None:
     return True if isinstance(error, StoreUnknown) else None
 
 
-def _missing_is_empty(error: StoreError) -> Watermarks | None:
-    return Watermarks(Offset(0), Offset(0)) if "no such key" in str(error) else None
+_NO_LOG: Final = Watermarks(Offset(-1), Offset(-1))
+
+
+def _marks_of_error(error: StoreError) -> Watermarks | None:
+    if "no such key" in str(error):
+        return Watermarks(Offset(0), Offset(0))
+    return _NO_LOG if isinstance(error, StoreBroken) else None
 
 
 def _watermarks_of(reply: list[Any]) -> Watermarks:
@@ -230,4 +238,7 @@ def _watermarks_of(reply: list[Any]) -> Watermarks:
     info = dict(zip(reply[::2], reply[1::2], strict=True))
     high = Offset(int(info[b"last-generated-id"].split(b"-")[0]))
     first = info[b"first-entry"]
-    return Watermarks(unpack_entry(first)[0] if first else high, high)
+    try:
+        return Watermarks(unpack_entry(first)[0] if first else high, high)
+    except (ValueError, TypeError, IndexError, struct.error):
+        return _NO_LOG

@@ -10,7 +10,7 @@ from qim.adapters.commitlog_redis import RedisCommitLog, counter_key
 from qim.adapters.lua_scripts import LuaScripts
 from qim.adapters.redis_pipe import RedisPipe
 from qim.clock import ManualClock, SystemClock
-from qim.errors import LogIdentityChanged, OffsetOutOfRange, StoreBroken, StoreRefused
+from qim.errors import LogIdentityChanged, OffsetOutOfRange, PartitionStopped, StoreBroken, StoreRefused
 from qim.ids import Offset, SlotId
 from qim.ports import CommitLog, LogReader, LogRecord, Watermarks
 from tests.services import StoreServer
@@ -325,4 +325,55 @@ async def test_a_counter_that_contradicts_its_stream_breaks_its_partition_alone(
     assert data_of(await log.read(B, Offset(0), records_max=9), B) == [b"one", b"two"]
     await pipe.command("HDEL", counter_key("outbox"), int(A), int(B))
     assert await log.append([(B, b"three")]) == [2]
+    await pipe.close()
+
+
+async def _hurt_a_key(pipe: RedisPipe, key: bytes) -> None:
+    await pipe.command("DEL", key)
+    await pipe.command("SET", key, "no stream")
+
+
+async def _hurt_an_entry(pipe: RedisPipe, key: bytes) -> None:
+    await pipe.command("DEL", key)
+    await pipe.command("XADD", key, "1-0", "none of", "ours")
+
+
+@pytest.mark.shows("F-34", "X9")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("hurt", [_hurt_a_key, _hurt_an_entry])
+async def test_a_partition_that_cannot_be_read_is_named_and_the_others_are_read_on(
+    store_server: StoreServer, hurt: Callable[[RedisPipe, bytes], Awaitable[None]], shared: bool
+) -> None:
+    pipe = await _pipe(store_server)
+    await pipe.command("FLUSHALL")
+    other_process = RedisCommitLog(pipe, "outbox")
+    log = RedisCommitLog(pipe, "outbox", shared=shared, url=store_server.url)
+    await other_process.append([(A, b"one"), (B, b"one"), (C, b"one")])
+    await hurt(pipe, log.keys[A])
+    assert (await log.watermarks([A, B])).keys() == {B}
+    reader = log.open_reader({A: START, B: START, C: START})
+    found: list[LogRecord] = []
+    stopped: list[int | None] = []
+    async with asyncio.timeout(5):
+        while len(found) < 4 or not stopped:
+            try:
+                found += await reader.next_batch(records_max=9, bytes_max=1_000_000)
+            except PartitionStopped as error:
+                stopped.append(error.partition)
+                reader.pause(A)
+                await other_process.append([(B, b"two"), (C, b"two")])
+    assert stopped == [A]
+    assert data_of(found, B) == data_of(found, C) == [b"one", b"two"]
+    await reader.close()
+    await log.close()
+    await pipe.close()
+
+
+async def test_a_counter_that_is_no_number_is_read_from_the_stream(store_server: StoreServer) -> None:
+    pipe = await _pipe(store_server)
+    await pipe.command("FLUSHALL")
+    log = RedisCommitLog(pipe, "outbox")
+    await log.append([(A, b"one")])
+    await pipe.command("HSET", counter_key("outbox"), int(A), "garbage")
+    assert await log.load_ends([A]) == {A: 1}
     await pipe.close()
