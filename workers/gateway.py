@@ -76,7 +76,7 @@ from qim.wire.bodies import (
 from qim.wire.connection import State
 from qim.wire.frames import Frame
 from qim.wire.layout import CLIENT_OPS, Op
-from qim.wire.link import Announce
+from qim.wire.link import Announce, PushedTo
 from workers.client_socket import ClientSocket, ConnectionTable, Waiting
 from workers.outbound import Outbound
 from workers.request import Request
@@ -89,9 +89,6 @@ _READY: Final = State.READY
 _SESSION_TIME_BYTES: Final = 6
 
 log = get_logger()
-
-PushedTo = tuple[int, int, int, int, bool]
-"""(handle, generation, previous, mailbox_seq, echo), as in `wire.link.PushTarget`."""
 
 
 class GatewayRouter(Protocol):

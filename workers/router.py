@@ -20,7 +20,7 @@ from typing import Final, Generic, Protocol, TypeVar, assert_never
 
 from qim import limits
 from qim.clock import Clock
-from qim.domain.gateway import DESTINATIONS, Destination
+from qim.domain.gateway import Destination
 from qim.domain.placement import (
     Placement,
     bucket_of_conversation,
@@ -41,7 +41,6 @@ from qim.errors import (
 from qim.ids import ID_BYTES, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.metrics import Metrics
 from qim.wire.bodies import build_error, decode_body
-from qim.wire.layout import CLIENT_OPS
 from qim.wire.link import (
     Announce,
     Announced,
@@ -50,6 +49,7 @@ from qim.wire.link import (
     LinkMessage,
     LinkRequest,
     Push,
+    PushedTo,
     Reply,
     Withdraw,
     build_announce,
@@ -58,12 +58,11 @@ from qim.wire.link import (
     build_link_push,
     build_withdraw,
 )
-from workers.gateway import Gateway, PushedTo
+from workers.gateway import DESTINATION_OF, Gateway
 from workers.link import Links, LinkStream
 from workers.presence import Presence
 from workers.request import Request
 
-DESTINATION_OF: Final = {int(op): DESTINATIONS[op.name] for op in CLIENT_OPS}
 _DIRECT_TARGET: Final = b"\x92\x01\xc4\x10"
 """Array of two, kind 1, bin of 16: how a direct target begins, behind the head of the body's array."""
 _TARGET_ID: Final = slice(5, 5 + ID_BYTES)

@@ -18,6 +18,7 @@ from qim.domain import mailbox as rules
 from qim.domain.presence import Session
 from qim.ids import DeviceId, DispatchId, MailboxSeq, Offset, SlotId, TenantId, UserId, WorkerId
 from qim.ports import MailboxWrite
+from qim.wire.link import PushedTo
 
 
 class PresenceView(Protocol):
@@ -33,9 +34,7 @@ class PresenceView(Protocol):
 class Pusher(Protocol):
     """Takes an entry to sessions on one worker. Never raises and never waits: a push may be lost."""
 
-    def push(self, worker: WorkerId, targets: list[tuple[int, int, int, int, bool]], entry: bytes, /) -> None:
-        """Targets: handle, generation, previous, mailbox_seq, echo."""
-        ...
+    def push(self, worker: WorkerId, targets: list[PushedTo], entry: bytes, /) -> None: ...
 
 
 class Delivery(NamedTuple):

@@ -75,6 +75,10 @@ class PushTarget(NamedTuple):
     echo: bool
 
 
+PushedTo: TypeAlias = tuple[int, int, int, int, bool]
+"""The fields of a `PushTarget` without their names, as whoever pushes builds them, one for each session."""
+
+
 class Push(NamedTuple):
     targets: list[PushTarget]
     entry: bytes
@@ -133,7 +137,7 @@ def build_reply(handle: int, generation: int, frame: bytes) -> bytes:
     return build_frame(LinkOp.REPLY, 0, _CONNECTION.pack(handle, generation) + frame)
 
 
-def build_link_push(targets: Sequence[tuple[int, int, int, int, bool]], entry: bytes) -> bytes:
+def build_link_push(targets: Sequence[PushedTo], entry: bytes) -> bytes:
     """One frame, or several back to back when there are more targets than one may carry."""
     if len(targets) > LINK_PUSH_TARGETS_MAX:
         cuts = range(0, len(targets), LINK_PUSH_TARGETS_MAX)
