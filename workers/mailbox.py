@@ -24,7 +24,7 @@ from qim.clock import Clock
 from qim.domain import mailbox as rules
 from qim.domain.fanout import shard_of
 from qim.domain.placement import Placement
-from qim.errors import FailedPrecondition, RecordCorrupt, StoreBroken, StoreRefused, StoreUnknown
+from qim.errors import FailedPrecondition, RecordCorrupt, StoreError
 from qim.ids import MailboxSeq, Millis, Offset, SlotId, TenantId
 from qim.metrics import Metrics
 from qim.ports import CommitLog, LogRecord, MailboxStore, MailboxWrite, Materialised
@@ -178,7 +178,7 @@ class Mailbox:
         positions = {slot: at for slot, at in self.positions.items() if slot not in self.stopped}
         try:
             marks = await self._dispatch.watermarks(tuple(positions))
-        except (StoreUnknown, StoreRefused, StoreBroken):
+        except StoreError:
             return True
         return any(positions[slot] + 1 < mark.high for slot, mark in marks.items())
 

@@ -12,7 +12,7 @@ from typing import Final
 from qim.clock import Clock
 from qim.domain import writer as writer_rules
 from qim.domain.fanout import shard_of
-from qim.errors import ClientError, ResourceExhausted, StoreBroken, StoreRefused, StoreUnknown, Unavailable
+from qim.errors import ClientError, ResourceExhausted, StoreError, Unavailable
 from qim.limits import (
     BATCH_BYTES_MAX,
     HISTORY_QUERIES_PER_CALL_MAX,
@@ -76,7 +76,7 @@ class Pulls:
         for part, call in zip(parts, calls, strict=True):
             try:
                 pages = await call
-            except (StoreUnknown, StoreRefused, StoreBroken):
+            except StoreError:
                 for request, _query in part:
                     reply_error(request, NOTHING_WRITTEN)
                 continue
