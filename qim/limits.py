@@ -109,7 +109,9 @@ MAILBOX_DAYS: Final = 7
 """Days a mailbox is kept for cursors; the keys live two days longer."""
 DAY_MS: Final = 86_400_000
 MAILBOX_KEY_LIFE_MS: Final = (MAILBOX_DAYS + 2) * DAY_MS
-EPHEMERAL_KEY_LIFE_MS: Final = DAY_MS + 3_600_000
+EPHEMERAL_LIFE_MS: Final = DAY_MS
+"""Of a message of the class `ephemeral`; nobody is given an older one."""
+EPHEMERAL_KEY_LIFE_MS: Final = EPHEMERAL_LIFE_MS + 3_600_000
 MAILBOX_KEYS_REMEMBERED_MAX: Final = 16_384
 """Per process, about 3 MB: mailbox days whose expiry is set. A forgotten one is set again for 2 µs."""
 DISPATCH_PROGRESS_LIFE_MS: Final = 8 * DAY_MS

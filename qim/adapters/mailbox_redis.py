@@ -39,6 +39,7 @@ from qim.limits import (
     DAY_MS,
     DISPATCH_PROGRESS_LIFE_MS,
     EPHEMERAL_KEY_LIFE_MS,
+    EPHEMERAL_LIFE_MS,
     MAILBOX_DAYS,
     MAILBOX_KEY_LIFE_MS,
     MAILBOX_KEYS_REMEMBERED_MAX,
@@ -229,7 +230,7 @@ class RedisMailboxStore(RedisOwnership):
     # --- reading ---
 
     def read_mailbox(self, queries: Sequence[MailboxPageQuery]) -> asyncio.Future[list[MailboxPage]]:
-        oldest = Millis(self._clock.now_ms() - DAY_MS)
+        oldest = Millis(self._clock.now_ms() - EPHEMERAL_LIFE_MS)
         answers: Answers[list[MailboxPage]] = Answers(len(queries), list)
         for at, query in enumerate(queries):
             on_done = answers.part(at, lambda reply: _page_of(reply, oldest_ephemeral=oldest))

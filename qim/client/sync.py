@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from qim.ids import MailboxSeq, Millis, Seq
-from qim.limits import CLOCK_SKEW_MS_MAX, IDEMPOTENCY_WINDOW_MS, PAGE_ENTRIES_MAX
+from qim.limits import CLOCK_SKEW_MS_MAX, EPHEMERAL_LIFE_MS, IDEMPOTENCY_WINDOW_MS, PAGE_ENTRIES_MAX
 from qim.records import RetentionClass
 
 HOLE_WAIT_SECONDS: Final = 0.3
@@ -36,7 +36,6 @@ CALM_SECONDS: Final = 10.0
 """A connection that lived this long after login counts as a success; the next attempt is again at once."""
 RESEND_AGE_MS: Final = 110 * 60_000
 """Ten minutes before the server forgets a client_message_id: above it only history may settle a send."""
-EPHEMERAL_LIFE_MS: Final = 86_400_000
 assert RESEND_AGE_MS < IDEMPOTENCY_WINDOW_MS
 assert HELD_PUSHES < PAGE_ENTRIES_MAX <= UNCOVERED_MAX
 

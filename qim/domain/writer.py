@@ -44,7 +44,7 @@ from qim.ids import (
 )
 from qim.limits import (
     CUSTOM_TYPE_BYTES_MAX,
-    DAY_MS,
+    EPHEMERAL_LIFE_MS,
     MESSAGE_BODY_BYTES_MAX,
     PAIR_CACHE_ENTRIES_MAX,
 )
@@ -143,7 +143,7 @@ def plan_send(
         sender, device, ClientMessageId(client_message_id), message_type, custom_type, body, retention_class,
         now_ms, 0,
     )  # fmt: skip
-    expires_at = Millis(now_ms + DAY_MS if retention_class == RetentionClass.EPHEMERAL else 0)
+    expires_at = Millis(now_ms + EPHEMERAL_LIFE_MS if retention_class == RetentionClass.EPHEMERAL else 0)
     return PlannedSend(route, identity, record, encode_record(record), expires_at)
 
 
