@@ -120,7 +120,7 @@ class Reserved(Enum):
     CLOCK = "clock"
     """reserved_at is more than 10 s from the instance's TIME."""
     FULL = "full"
-    """The store is above 80 % of its memory; nothing was written."""
+    """The store has no memory left; nothing was written."""
     EXHAUSTED = "exhausted"
     """The conversation has reached 2^53 − 1."""
 
@@ -397,6 +397,10 @@ class Watermarks(NamedTuple):
     """First offset that can be read."""
     high: Offset
     """Offset that the next record will get."""
+
+    def behind(self, position: Offset) -> int:
+        """Records after the last finished one; a position of -1 has finished nothing."""
+        return self.high - 1 - position
 
 
 class LogReader(Protocol):

@@ -23,12 +23,14 @@ from rich.progress import Progress, TaskID
 from qim.adapters.audit_redis import PAGE, Finding, OutboxRecord, RedisCommitAudit, RedisMailboxAudit
 from qim.clock import Clock
 from qim.domain.fanout import plan_dispatches
+from qim.domain.mailbox import position_of
 from qim.domain.placement import Placement, slot_of_bucket
 from qim.errors import RecordCorrupt
 from qim.ids import Offset, SlotId
 from qim.limits import RECOVER_AGE_MS, RECOVER_INTERVAL_MS, SLOTS
 from qim.ports import CommitLog, CommitStore, LogRecord, MailboxStore
 from qim.records import outbox_entry, parse_dispatch_record, parse_header
+from workers.fanout import GROUP as FANOUT_GROUP
 
 PENDING_AGE_MS: Final = RECOVER_AGE_MS + 3 * RECOVER_INTERVAL_MS
 """The recoverer has had three passes at what is older than this."""
@@ -36,7 +38,6 @@ SETTLE_SECONDS_MAX: Final = 30.0
 SETTLE_POLL_SECONDS: Final = 0.2
 FINDINGS_KEPT: Final = 1_000
 """Unless told otherwise; the rest is counted only: a broken store must not fill the operator's memory."""
-FANOUT_GROUP: Final = "fanout"
 ALL_SLOTS: Final = [SlotId(slot) for slot in range(SLOTS)]
 
 
@@ -109,14 +110,14 @@ async def _behind(stores: AuditedStores) -> dict[str, int]:
         slots = [slot for slot in ALL_SLOTS if placement.core_instance_of(slot) == instance]
         positions = await commits.load_positions(FANOUT_GROUP, slots)
         for slot in slots:
-            missing = outbox[slot].high - 1 - positions.get(slot, Offset(-1)) if slot in outbox else 0
+            missing = outbox[slot].behind(positions.get(slot, Offset(-1))) if slot in outbox else 0
             if missing > 0:
                 behind[f"fanout partition {slot}"] = missing
     for instance, mailboxes in enumerate(stores.mailboxes):
         slots = [slot for slot in ALL_SLOTS if placement.mailbox_instance_of(slot) == instance]
         for slot, state in (await mailboxes.load_shards(slots)).items():
-            finished = state.watermark - state.base if state.watermark else -1
-            missing = dispatch[slot].high - 1 - finished if slot in dispatch else 0
+            finished = position_of(base=state.base, watermark=state.watermark)
+            missing = dispatch[slot].behind(finished) if slot in dispatch else 0
             if missing > 0:
                 behind[f"mailbox shard {slot}"] = missing
     return behind

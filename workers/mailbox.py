@@ -180,7 +180,7 @@ class Mailbox:
             marks = await self._dispatch.watermarks(tuple(positions))
         except StoreError:
             return True
-        return any(positions[slot] + 1 < mark.high for slot, mark in marks.items())
+        return any(mark.behind(positions[slot]) > 0 for slot, mark in marks.items())
 
     # --- the operator --------------------------------------------------------------------------------
 

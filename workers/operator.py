@@ -101,7 +101,7 @@ class _Operator:
                     "consumer": consumer,
                     "position": positions.get(slot),
                     "end": mark.high,
-                    "lag": mark.high - 1 - positions[slot] if slot in positions else None,
+                    "lag": mark.behind(positions[slot]) if slot in positions else None,
                 }
                 for slot, mark in marks.items()
                 if mark.high
@@ -168,5 +168,6 @@ class _Operator:
         return [
             *(f"mailbox shard {slot}: {at.reason}" for slot, at in roles.mailbox.stopped.items()),
             *(f"Outbox partition {slot}: {at.reason}" for slot, at in roles.fanout.stopped.items()),
+            *(f"dispatch partition {slot} takes nothing: {why}" for slot, why in roles.fanout.broken.items()),
             *(f"{what}: {reason}" for what, reason in roles.writer.stopped.items()),
         ]

@@ -23,16 +23,17 @@ from structlog import get_logger
 from qim.clock import Clock
 from qim.config import Config
 from qim.domain.gateway import GatewayLimits, Rate
+from qim.domain.mailbox import NOTHING_FINISHED
 from qim.domain.placement import Placement
 from qim.errors import StoreError
-from qim.ids import BootId, Offset, SlotId, WorkerId
+from qim.ids import BootId, SlotId, WorkerId
 from qim.metrics import Metrics
-from qim.ports import CommitLog, CommitStore, MailboxStore, Watermarks
+from qim.ports import CommitLog, CommitStore, MailboxStore
 from qim.tokens import TokenVerifier
 from workers.failpoints import Failpoints
 from workers.fanout import Fanout
 from workers.gateway import Gateway
-from workers.link import Links
+from workers.link import Links, LinkState
 from workers.mailbox import Mailbox
 from workers.outbound import Outbound
 from workers.presence import Presence
@@ -176,9 +177,10 @@ class Roles:
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                if not task.cancelled() and task.exception() is not None:
-                    log.error("role_stopped", role=task.get_name(), exc_info=task.exception())
-                    raise task.exception() or AssertionError
+                error = None if task.cancelled() else task.exception()
+                if error is not None:
+                    log.error("role_stopped", role=task.get_name(), exc_info=error)
+                    raise error
                 assert self._draining or task.cancelled(), f"role {task.get_name()} ended by itself"
 
     def _on_fatal(self, slot: SlotId) -> None:
@@ -217,7 +219,7 @@ class Roles:
         return {
             f"link to worker {peer}": state.value
             for peer, state in self.links.health.items()
-            if state.name != "UP"
+            if state is not LinkState.UP
         }
 
 
@@ -269,13 +271,11 @@ class Cursors:
         for slot in self._slots:
             # A partition that cannot be read is told of as stopped; its last number stays.
             if slot in outbox:
-                metrics.fanout_lag[slot] = _lag(outbox[slot], roles.fanout.positions.get(slot))
+                position = roles.fanout.positions.get(slot, NOTHING_FINISHED)
+                metrics.fanout_lag[slot] = outbox[slot].behind(position)
             if slot in dispatch:
-                metrics.mailbox_lag[slot] = _lag(dispatch[slot], roles.mailbox.positions.get(slot))
-
-
-def _lag(mark: Watermarks, position: Offset | None) -> int:
-    return mark.high if position is None else mark.high - 1 - position
+                position = roles.mailbox.positions.get(slot, NOTHING_FINISHED)
+                metrics.mailbox_lag[slot] = dispatch[slot].behind(position)
 
 
 def gateway_limits(config: Config) -> GatewayLimits:
