@@ -14,11 +14,14 @@ Owned state: the position of each partition (last finished offset). A partition 
 its place when a record cannot be planned or its position lies outside the log; `stopped` names the place. An
 operator answers with `retry` or, for one named record, with `skip`. Nothing is ever skipped by itself.
 
+A dispatch partition that takes nothing is left out and noted in `workers/missed.py`; the others go on, and
+the positions behind which it misses something wait for it.
+
 Full: with `BATCHES_IN_FLIGHT_MAX` appends under way no further batch is read; the log waits.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -43,6 +46,7 @@ from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, LogReader, LogRecord
 from workers.commits import OnFatal
 from workers.failpoints import Failpoints
+from workers.missed import Missed
 
 log = get_logger()
 
@@ -66,7 +70,7 @@ class Issued(NamedTuple):
     reached: dict[SlotId, Offset]
     """Per partition: the offset that is finished when all dispatches are durable."""
     append: Awaitable[list[Offset | None]]
-    records: int
+    batch: Sequence[LogRecord]
     started: float
 
 
@@ -99,6 +103,10 @@ class Fanout:
         self._issued: asyncio.Queue[Issued] = asyncio.Queue()
         self._room = asyncio.Semaphore(BATCHES_IN_FLIGHT_MAX)
         self._tasks: list[asyncio.Task[None]] = []
+        self._planned: dict[SlotId, Offset] = {}
+        self._reached: dict[SlotId, Offset] = {}
+        """Last offset of every partition whose dispatches are durable, or missed by a broken partition."""
+        self._missed = Missed(outbox=outbox, dispatch=dispatch, planned=self._planned, metrics=metrics)
         self.positions: dict[SlotId, Offset] = {}
         """Last finished offset of every partition that could be opened."""
         self.stopped: dict[SlotId, Stopped] = {}
@@ -107,7 +115,8 @@ class Fanout:
         """Until drained. Raises what no batch can handle; the worker then ends."""
         await self.open()
         async with asyncio.TaskGroup() as tasks:
-            self._tasks = [tasks.create_task(self._run_planner()), tasks.create_task(self._run_finisher())]
+            loops = (self._run_planner(), self._run_finisher(), self._run_mender())
+            self._tasks = [tasks.create_task(loop) for loop in loops]
 
     async def drain(self, deadline: float) -> None:
         """Goes on until the own partitions are empty or the deadline (monotonic seconds) has come."""
@@ -119,12 +128,17 @@ class Fanout:
             await self._reader.close()
 
     async def _is_behind(self) -> bool:
-        going = [slot for slot in self.positions if slot not in self.stopped]
+        going = [slot for slot in self.positions if slot not in self.stopped and not self._missed.holds(slot)]
         try:
             marks = await self._outbox.watermarks(going)
         except (StoreUnknown, StoreRefused, StoreBroken):
             return True
         return any(self.positions[slot] + 1 < mark.high for slot, mark in marks.items())
+
+    @property
+    def broken(self) -> dict[SlotId, str]:
+        """Dispatch partitions that take nothing, and why; they are tried again until they do."""
+        return self._missed.broken
 
     # --- start ---------------------------------------------------------------------------------------
 
@@ -188,7 +202,9 @@ class Fanout:
         started = self._clock.monotonic()
         dispatches, reached = self._plan(batch)
         self._failpoints.hit("fanout.planned")
-        return Issued(dispatches, reached, self._dispatch.append(dispatches), len(batch), started)
+        if self._missed.broken:
+            dispatches = self._missed.leave_out(dispatches, batch)
+        return Issued(dispatches, reached, self._dispatch.append(dispatches), batch, started)
 
     async def _run_finisher(self) -> None:
         while True:
@@ -209,14 +225,14 @@ class Fanout:
         reached: dict[SlotId, Offset] = {}
         for issued in ready:
             reached |= issued.reached
-        await self._store_positions(reached)
+        self._reached |= reached
+        await self._store_reached(reached)
         self._failpoints.hit("fanout.stored")
-        self.positions |= reached
         metrics = self._metrics
         now = self._clock.monotonic()
         for issued in ready:
             metrics.fanout_batches += 1
-            metrics.fanout_batch_messages += issued.records
+            metrics.fanout_batch_messages += len(issued.batch)
             metrics.fanout_dispatches += len(issued.dispatches)
             metrics.fanout_pass.observe(now - issued.started)
 
@@ -232,6 +248,7 @@ class Fanout:
                 self._stop(partition, offset, str(error))
             else:
                 reached[partition] = offset
+        self._planned |= reached
         # Grouped by shard: the log packs the records of one partition together. The sort is stable.
         dispatches.sort(key=_shard_of)
         return dispatches, reached
@@ -246,7 +263,7 @@ class Fanout:
                 offsets = await append
             except StoreBroken as error:
                 log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
-                wanted = await self._append_apart(wanted)
+                wanted = await self._append_apart(wanted, issued.batch)
             except (StoreUnknown, StoreRefused) as error:
                 log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
             else:
@@ -256,18 +273,36 @@ class Fanout:
                 await asyncio.sleep(backoff_ms(attempts) / 1000)
                 append = self._dispatch.append(wanted)
 
-    async def _append_apart(self, wanted: Sequence[PlannedDispatch]) -> list[PlannedDispatch]:
-        """Shard by shard, so that one broken partition does not make the others double; what is left."""
+    async def _append_apart(
+        self, wanted: Sequence[PlannedDispatch], batch: Sequence[LogRecord]
+    ) -> list[PlannedDispatch]:
+        """Shard by shard: a broken one is left out from now on; what must be appended again."""
         left: list[PlannedDispatch] = []
-        for _shard, group in groupby(wanted, key=_shard_of):
+        for shard, group in groupby(wanted, key=_shard_of):
             records = list(group)
             try:
                 offsets = await self._dispatch.append(records)
+            except StoreBroken as error:
+                self._missed.note(shard, batch, str(error))
             except StoreError:
                 left += records
             else:
                 left += [item for item, offset in zip(records, offsets, strict=True) if offset is None]
         return left
+
+    async def _run_mender(self) -> None:
+        attempts = 0
+        while True:
+            attempts = await self._missed.wait_and_mend(attempts)
+            await self._store_reached(tuple(self._reached))
+
+    async def _store_reached(self, partitions: Iterable[SlotId]) -> None:
+        """Stores how far these partitions are, up to what a broken dispatch partition misses."""
+        positions = {slot: self._missed.cap(slot, self._reached[slot]) for slot in partitions}
+        positions = {slot: offset for slot, offset in positions.items() if offset > self.positions[slot]}
+        await self._store_positions(positions)
+        for slot, offset in positions.items():
+            self.positions[slot] = max(offset, self.positions[slot])
 
     async def _store_positions(self, reached: Mapping[SlotId, Offset]) -> None:
         """Returns when all are stored. Repeating is harmless: positions only rise."""
@@ -312,8 +347,8 @@ class Fanout:
         if stopped.offset != offset:
             raise FailedPrecondition(f"slot {slot} stands at {stopped.offset}, not at {offset}")
         log.warning("record_skipped", role=GROUP, slot=slot, offset=offset, reason=stopped.reason)
-        await self._store_positions({slot: offset})
-        self.positions[slot] = offset
+        self._reached[slot] = self._planned[slot] = offset
+        await self._store_reached((slot,))
         self._resume(slot, stopped, offset)
 
     def _stopped_at(self, slot: SlotId) -> Stopped:

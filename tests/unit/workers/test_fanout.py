@@ -1,11 +1,14 @@
 """The fan-out on memory logs: positions behind durable dispatches only, partitions that stop alone."""
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
-from qim.ids import Offset, SlotId
+from qim.ids import Offset, SlotId, UserId
 from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, Faulty, Rig, build_outbox, shard_of
 from tests.waiting import happens, stays
 from workers.failpoints import Action
@@ -41,6 +44,10 @@ async def _dispatched(rig: Rig) -> list[tuple[SlotId, bytes]]:
 
 def _stored(rig: Rig) -> dict[SlotId, Offset]:
     return rig.commit_state.positions.get("fanout", {})
+
+
+def _stands_at(rig: Rig, slot: SlotId, offset: int) -> bool:
+    return _stored(rig).get(slot) == offset
 
 
 @pytest.mark.shows("F2")
@@ -185,6 +192,72 @@ async def test_a_broken_dispatch_partition_holds_the_position_and_doubles_nothin
         del rig.dispatch.before["append"]
         await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
     assert Counter(slot for slot, _record in await _dispatched(rig)) == {shard_of(ALICE): 1, shard_of(BOB): 1}
+
+
+CAROL = UserId(b"carol-0123456789")
+DAVE = UserId(b"dave-0123456789a")
+
+
+@pytest.fixture
+def mend(rig: Rig) -> Callable[[], None]:
+    """The shard of Alice takes nothing until this is called."""
+
+    def broken(records: list[tuple[SlotId, bytes]]) -> StoreError | None:
+        return StoreBroken("counter") if any(slot == shard_of(ALICE) for slot, _data in records) else None
+
+    rig.dispatch.before["append"] = broken
+    clear: Callable[[], None] = rig.dispatch.before.clear
+    return clear
+
+
+@pytest.mark.shows("F3", "X9", "F-34")
+async def test_a_broken_dispatch_partition_stops_nobody_else_and_gets_everything_when_it_is_whole(
+    rig: Rig, fanout: Fanout, mend: Callable[[], None]
+) -> None:
+    assert shard_of(ALICE) not in {shard_of(CAROL), shard_of(DAVE)}
+    async with rig.running(fanout):
+        await happens(lambda: len(fanout.positions) == len(ALL_SLOTS), what="the start")
+        for seq in range(1, 21):
+            await _feed(rig, seq)
+            others = build_outbox(seq=seq, sender=CAROL, target=DAVE)
+            await rig.outbox.append([(HOME, others), (OTHER, others)])
+            await happens(partial(_stands_at, rig, OTHER, seq - 1), what="the other partition")
+        assert rig.metrics.slot_stopped[shard_of(ALICE)] == 1
+        assert list(fanout.broken) == [shard_of(ALICE)]
+        assert _stored(rig).get(HOME, -1) == -1
+        assert Counter(slot for slot, _ in await _dispatched(rig))[shard_of(BOB)] == 20
+        mend()
+        await happens(lambda: _stored(rig).get(HOME) == 39, what="the position")
+        await _feed(rig, 21)
+        await happens(lambda: _stored(rig)[HOME] == 40, what="the next record")
+    counts = Counter(slot for slot, _ in await _dispatched(rig))
+    assert counts[shard_of(ALICE)] == 21
+    assert counts[shard_of(BOB)] == 21
+    assert not fanout.broken
+    assert not any(rig.metrics.slot_stopped)
+
+
+@pytest.mark.shows("F4", "F-01", "X9")
+async def test_a_kill_while_a_dispatch_partition_is_broken_loses_nothing(
+    rig: Rig, fanout: Fanout, mend: Callable[[], None]
+) -> None:
+    await _feed(rig, 1, 2)
+    async with rig.running(fanout):
+        await happens(lambda: bool(fanout.broken), what="the partition is left out")
+    mend()
+    async with rig.running(rig.roles().fanout):
+        await happens(lambda: _stored(rig) == {HOME: 1}, what="the position")
+    assert Counter(slot for slot, _ in await _dispatched(rig)) == {shard_of(ALICE): 2, shard_of(BOB): 4}
+
+
+async def test_a_drain_does_not_wait_for_a_broken_dispatch_partition(
+    rig: Rig, fanout: Fanout, mend: Callable[[], None]
+) -> None:
+    await _feed(rig, 1)
+    async with rig.running(fanout):
+        await happens(lambda: bool(fanout.broken), what="the partition is left out")
+        await asyncio.wait_for(fanout.drain(rig.clock.monotonic() + 1_000), 5)
+    assert not _stored(rig)
 
 
 async def test_a_log_that_cannot_be_read_is_read_again(rig: Rig, fanout: Fanout) -> None:
