@@ -52,7 +52,6 @@ STEPS: Final = (
       retention_class INTEGER NOT NULL, reserved_at INTEGER NOT NULL, own INTEGER NOT NULL
     );
     CREATE UNIQUE INDEX message_seq ON message (conversation_id, conversation_seq);
-    CREATE INDEX message_own ON message (client_message_id) WHERE own = 1;
     CREATE TABLE pending (
       ordinal INTEGER PRIMARY KEY, client_message_id BLOB NOT NULL UNIQUE,
       kind INTEGER NOT NULL, target BLOB NOT NULL, message_type INTEGER NOT NULL, custom_type TEXT NOT NULL,

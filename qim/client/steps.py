@@ -232,14 +232,6 @@ class StoreSteps:
         )
         return [Gap(Seq(after), Seq(head)) for after, head in rows]
 
-    def find_own(self, client_message_id: ClientMessageId) -> Message | None:
-        row = self._connection.execute(
-            f"SELECT {_MESSAGE_COLUMNS}, c.kind, c.target FROM message m"  # noqa: S608 - constants
-            " JOIN conversation c USING (conversation_id) WHERE m.own = 1 AND m.client_message_id = ?",
-            (client_message_id,),
-        ).fetchone()
-        return _message(row, Target(row[11], bytes(row[12]))) if row else None
-
     # --- parts
 
     def _apply_ack(self, ack: SendAck, applied: Applied) -> None:

@@ -162,10 +162,6 @@ class Store:
         """Removes a failed or unknown message; a queued one stays."""
         return await self._step(lambda steps: steps.discard(client_message_id))
 
-    async def find_own(self, client_message_id: ClientMessageId) -> Message | None:
-        """An own message that is stored already."""
-        return await self._step(lambda steps: steps.find_own(client_message_id))
-
     async def set_read(self, marks: Sequence[tuple[ConversationId, Seq]]) -> list[Conversation]:
         return await self._step(lambda steps: steps.set_read(marks))
 
