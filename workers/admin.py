@@ -13,6 +13,7 @@ import asyncio
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,9 +110,9 @@ class Admin:
     def _commands(self) -> dict[str, Handler]:
         commands: dict[str, Handler] = {"status": self.status, "metrics": self.metrics}
         for name in OF_ALL:
-            commands[name] = _Joined(self, name)
+            commands[name] = partial(self._join, name)
         for name in OF_A_SLOT:
-            commands[name] = _Forwarded(self, name)
+            commands[name] = partial(self._forward, name)
         return commands
 
     # --- commands ---
@@ -119,7 +120,7 @@ class Admin:
     async def status(self) -> Answer:
         """Ready or not and why; a row per worker and per store."""
         # At the same time: a worker that hangs must not cost its time limit twice.
-        answers, stores = await asyncio.gather(self.ask_all("status"), self._stores())
+        answers, stores = await asyncio.gather(self._ask_all("status"), self._stores())
         rows = [self._row(worker, answer) for worker, answer in zip(self._workers, answers, strict=True)]
         reasons = [reason for row in rows for reason in row.pop("reasons")]
         return {
@@ -139,17 +140,32 @@ class Admin:
         records = (self._context.page.record(child) for child in range(len(self._context.page)))
         return {"processes": [read_snapshot(record.read_snapshot()) for record in records]}
 
-    async def ask_slot(self, command: str, *, slot: int, arguments: Mapping[str, Any]) -> Answer:
-        """The answer of the slot's owner."""
+    async def _join(self, command: str) -> Answer:
+        """What every worker answers with one list; the lists are joined."""
+        result: Answer = {"schema": SCHEMA}
+        for worker, answer in enumerate(await self._ask_all(command)):
+            if isinstance(answer, ControlError):
+                raise ControlUnreachable(f"worker {worker}: {answer}") from answer
+            for key, value in answer.items():
+                if isinstance(value, dict):
+                    result.setdefault(key, {}).update(value)
+                else:
+                    result.setdefault(key, []).extend(value)
+        return result
+
+    async def _forward(self, command: str, *, slot: int, offset: int | None = None) -> Answer:
+        """What only the owner of a slot can answer."""
         if not 0 <= slot < SLOTS:
             raise ControlRefused(
                 f"there is no slot {slot}; slots are 0 to {SLOTS - 1}", exit_code=ExitCode.USAGE
             )
-        return await self._ask(
-            self._job.placement.worker_of(SlotId(slot)), command, {"slot": slot, **arguments}
-        )
+        arguments = {"slot": slot} if offset is None else {"slot": slot, "offset": offset}
+        worker = self._job.placement.worker_of(SlotId(slot))
+        return {"schema": SCHEMA, **await self._ask(worker, command, arguments)}
 
-    async def ask_all(self, command: str) -> Sequence[Answer | ControlError]:
+    # --- asking ---
+
+    async def _ask_all(self, command: str) -> Sequence[Answer | ControlError]:
         """The answer of each worker, or why there is none."""
         asked = (self._ask(worker, command, {}) for worker in self._workers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -169,7 +185,7 @@ class Admin:
 
     async def _stores(self) -> list[Answer]:
         """A row per server; every worker knows all of them, so one that answers is enough."""
-        answers = await self.ask_all("stores")
+        answers = await self._ask_all("stores")
         answer = next((answer for answer in answers if not isinstance(answer, ControlError)), None)
         if answer is None:
             unknown = Estimate(None, None, f"no worker can tell: {answers[0]}")
@@ -219,38 +235,6 @@ class Admin:
             reasons += [f"worker {worker}: {what}" for what in answer["stopped"]]
             reasons += [f"worker {worker}: {what} is {state}" for what, state in answer["not_ready"].items()]
         return {"worker": worker, **seen, **answered, "reasons": reasons}
-
-
-class _Joined:
-    """A command that every worker answers with one list; the lists are joined."""
-
-    def __init__(self, admin: Admin, command: str) -> None:
-        self._admin = admin
-        self._command = command
-
-    async def __call__(self) -> Answer:
-        result: Answer = {"schema": SCHEMA}
-        for worker, answer in enumerate(await self._admin.ask_all(self._command)):
-            if isinstance(answer, ControlError):
-                raise ControlUnreachable(f"worker {worker}: {answer}") from answer
-            for key, value in answer.items():
-                if isinstance(value, dict):
-                    result.setdefault(key, {}).update(value)
-                else:
-                    result.setdefault(key, []).extend(value)
-        return result
-
-
-class _Forwarded:
-    """A command about one slot; its owner answers."""
-
-    def __init__(self, admin: Admin, command: str) -> None:
-        self._admin = admin
-        self._command = command
-
-    async def __call__(self, *, slot: int, offset: int | None = None) -> Answer:
-        arguments = {} if offset is None else {"offset": offset}
-        return {"schema": SCHEMA, **await self._admin.ask_slot(self._command, slot=slot, arguments=arguments)}
 
 
 def _seen_in_page(record: HeartbeatRecord, *, now_ns: int) -> Answer:
