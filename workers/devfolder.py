@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from time import sleep
 from typing import Any, Final
 
 from blake3 import blake3
@@ -205,14 +206,7 @@ def _take_lock(path: Path, lock: int, clock: Clock) -> None:
         if alive or clock.monotonic() - began > ORPHAN_SECONDS_MAX:
             who = f"by process {owner}" if alive else "by processes whose launcher is gone"
             raise ConfigError([f"data folder {path}: in use {who}; stop it first, or choose --data-dir"])
-        _pause()
-
-
-def _pause() -> None:
-    """Lets a tenth of a second pass; the launcher has no loop of its own."""
-    import select  # noqa: PLC0415 - needed on this rare path only
-
-    select.select([], [], [], POLL_SECONDS)
+        sleep(POLL_SECONDS)
 
 
 def _make_run(path: Path) -> Path:

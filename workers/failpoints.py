@@ -16,9 +16,9 @@ without active points, and a hit costs one look-up in an empty dictionary. The e
 """
 
 import os
-import select
 from collections.abc import Mapping
 from pathlib import Path
+from time import sleep
 from typing import Final, Literal, NamedTuple
 
 from qim.errors import ConfigError
@@ -81,7 +81,7 @@ class Failpoints:
                 raise FailpointStruck(name)
             case "pause":
                 # The process must stand still, so this blocks on purpose.
-                select.select([], [], [], action.pause_ms / 1000)
+                sleep(action.pause_ms / 1000)
 
 
 def parse_failpoints(text: str) -> dict[str, Action]:
