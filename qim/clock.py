@@ -2,7 +2,7 @@
 
 Two readings with two purposes. Wall time stamps messages and expires keys; it may step. Monotonic
 time measures time-outs and latencies; it never steps. A role reads the clock once per pass. Tests and
-the simulation pass a clock that they move by hand. This is the only module that imports `time`.
+the simulation pass a clock that they move by hand. Nothing else in `qim` and `workers` reads the time.
 """
 
 import time

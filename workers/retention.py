@@ -16,7 +16,7 @@ from typing import NamedTuple
 from structlog import get_logger
 
 from qim.clock import Clock
-from qim.errors import StoreBroken, StoreRefused, StoreUnknown
+from qim.errors import StoreError
 from qim.ids import Offset, SlotId
 from qim.limits import LOG_RETENTION_MS, LOG_TRIM_INTERVAL_MS
 from qim.ports import CommitLog
@@ -76,7 +76,7 @@ class Retention:
             }
             if bounds:
                 await self._log.trim(bounds)
-        except (StoreUnknown, StoreRefused, StoreBroken) as error:
+        except StoreError as error:
             log.warning("log_not_trimmed", log=self._name, reason=str(error))
             return {}
         return bounds
