@@ -67,7 +67,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "log_not_trimmed": "A log could not be trimmed; it grows until the next try succeeds.",
     "log_read_failed": "A log could not be read; the reader tries again from its position.",
     "outbox_append_unknown": "An Outbox batch has an unknown outcome; the recoverer finishes it.",
-    "outbox_broken": "The Outbox refused a batch for good.",
+    "outbox_broken": "An Outbox partition takes nothing; sends are refused until it does, reads go on.",
     "pending_unfinishable": "The recoverer cannot finish a half-done message; an operator is needed.",
     "position_not_stored": "A position could not be stored; the batch will be repeated without harm.",
     "record_redelivered": "A skipped record was delivered again because an operator said so.",

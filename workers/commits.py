@@ -14,7 +14,8 @@ everything else, in particular about the same id with other content.
 **Nothing is acknowledged before its append is durable.** Where an outcome is unknown, the client is told so
 (DEADLINE_EXCEEDED), the message leaves `in_flight`, and the recoverer finishes it with the same coordinates
 and the stored bytes, whether or not the client comes back. A store that contradicts itself stops the slot for
-sends. Bounded by the passes in flight, which are bounded themselves.
+sends; an Outbox partition that does so stops all sends of this worker, until the recoverer's next append to
+it succeeds. Reads go on in both cases. Bounded by the passes in flight, which are bounded themselves.
 """
 
 from collections.abc import Awaitable, Iterable, Sequence
@@ -117,7 +118,7 @@ class Commits:
     ) -> None:
         self._store = store
         self._outbox = outbox
-        self._home = home
+        self.home = home
         self._buckets = tuple(buckets)
         self._clock = clock
         self._metrics = metrics
@@ -128,6 +129,9 @@ class Commits:
         """Messages whose stored record cannot be used, with the reason; only an operator can mend them."""
         self.stopped: dict[SlotId, str] = {}
         """Slots whose store contradicted itself: their sends are refused, the other slots go on."""
+        self.outbox_broken = ""
+        """Why the home partition takes nothing; sends are refused while it says something."""
+        self._broken_at = 0.0
         self._now = clock.monotonic()
 
     # --- one pass ------------------------------------------------------------------------------------
@@ -137,7 +141,7 @@ class Commits:
         fresh = []
         self._now = self._clock.monotonic()
         for request, planned in sends:
-            if self.stopped and slot_of_bucket(planned.route.bucket) in self.stopped:
+            if self.outbox_broken or (self.stopped and slot_of_bucket(planned.route.bucket) in self.stopped):
                 reply_error(request, NOTHING_WRITTEN)
                 continue
             sending = self._admit(request, planned)
@@ -277,16 +281,17 @@ class Commits:
 
     async def _append(self, recorded: list[Sending]) -> list[Sending]:
         """Those whose record is durable; the others are answered as unknown and left to the recoverer."""
-        home = self._home
+        home = self.home
         offsets: list[Offset | None] = [None] * len(recorded)
         try:
             offsets = await self._outbox.append([(home, sending.message) for sending in recorded])
         except (StoreUnknown, StoreRefused) as error:
             log.warning("outbox_append_unknown", records=len(recorded), reason=str(error))
         except StoreBroken as error:
-            # Without its home partition a worker can finish nothing.
-            log.error("outbox_broken", slot=home, reason=str(error))  # noqa: TRY400 - the reason says it all
-            self._on_fatal(home)
+            self._break_outbox(str(error))
+        else:
+            if self.outbox_broken:
+                self._mend_outbox()
         durable = []
         for sending, offset in zip(recorded, offsets, strict=True):
             if offset is None:
@@ -299,7 +304,7 @@ class Commits:
     def _commit(self, sending: Sending) -> Commit:
         assert sending.offset is not None
         return Commit(
-            sending.key, sending.identity, sending.seq, sending.reserved_at, sending.control, self._home,
+            sending.key, sending.identity, sending.seq, sending.reserved_at, sending.control, self.home,
             sending.offset,
         )  # fmt: skip
 
@@ -367,10 +372,27 @@ class Commits:
 
     def _break(self, sending: Sending, error: StoreBroken) -> None:
         slot = slot_of_bucket(sending.key.bucket)
-        log.error("slot_stopped", role="writer", slot=slot, reason=str(error))
-        self._metrics.slot_stopped[slot] += 1
+        if slot not in self.stopped:
+            log.error("slot_stopped", role="writer", slot=slot, reason=str(error))
+            self._metrics.slot_stopped[slot] += 1
         self.stopped[slot] = str(error)
         self._give_up([sending], UNKNOWN)
+
+    def _break_outbox(self, reason: str) -> None:
+        # Another process would meet the same partition; ending this one would only take the reads away too.
+        if not self.outbox_broken:
+            log.error("outbox_broken", slot=self.home, reason=reason)
+            self._metrics.slot_stopped[self.home] += 1
+        self.outbox_broken = reason
+        self._broken_at = self._clock.monotonic()
+
+    def _is_outbox_due(self) -> bool:
+        return self._clock.monotonic() - self._broken_at > REQUEST_DEADLINE_MS / 1000
+
+    def _mend_outbox(self) -> None:
+        self.outbox_broken = ""
+        self._metrics.slot_stopped[self.home] -= 1
+        log.info("slot_resumed", role="writer", slot=self.home)
 
     def expire(self) -> None:
         """Answers requests that have waited too long; their messages go on and keep their coordinates."""
@@ -401,6 +423,8 @@ class Commits:
             log.warning("recoverer_could_not_read", reason=str(error))
             return 0
         adopted = [sending for item in pending if (sending := self._adopt(item))]
+        if self.outbox_broken and not (adopted or self.in_flight) and self._is_outbox_due():
+            self._mend_outbox()  # nothing is left to try it with: the next send does
         recovered = await self.settle(await self._publish(adopted))
         self._metrics.writer_recovered += recovered
         return recovered
@@ -419,7 +443,8 @@ class Commits:
 
     def _note_unfinishable(self, sending: Sending, error: QimError) -> None:
         slot = slot_of_bucket(sending.key.bucket)
-        log.error("pending_unfinishable", slot=slot, reason=str(error))
+        if sending.key not in self.unfinishable:  # a client that asks again and again is no news
+            log.error("pending_unfinishable", slot=slot, reason=str(error))
         self.unfinishable[sending.key] = str(error)
 
 

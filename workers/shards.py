@@ -98,7 +98,9 @@ class Shards:
         for slot in self._slots:
             state = states.get(slot)
             if state is None or state.base < 1:
-                self._refuse(slot, "the shard has no state: it was never initialised, or its store was lost")
+                self._refuse(
+                    slot, "the shard has no readable state: never initialised, or its store was lost"
+                )
                 continue
             if slot not in marks:
                 self._refuse(slot, "what the store holds under the key of its log is no log")

@@ -135,6 +135,8 @@ class Writer:
         found: dict[str, str] = {}
         for instance in self._instances.values():
             found |= {f"slot {slot}": reason for slot, reason in instance.commits.stopped.items()}
+            if instance.commits.outbox_broken:
+                found[f"Outbox partition {instance.commits.home}"] = instance.commits.outbox_broken
             for key, reason in instance.commits.unfinishable.items():
                 found[f"message {key.conversation.hex()} {key.client_message_id.hex()}"] = reason
         return found

@@ -19,6 +19,7 @@ Every page is one pipeline of at most PAGE commands, so that an audit of a busy 
 longer than a batch of messages does.
 """
 
+import struct
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -66,13 +67,18 @@ class RedisCommitAudit:
         cursor: bytes | str = "0"
         while True:
             cursor, pairs = await self._pipe.command("HSCAN", keys.PENDING, cursor, "COUNT", PAGE)
-            yield [
-                Finding("pending", _message(keys.parse_pending_field(field)))
-                for field, value in _pairs(pairs)
-                if keys.unpack_value_head(value)[1] < self._now_ms - older_than_ms
-            ]
+            found = (self._check_pending(field, value, older_than_ms) for field, value in _pairs(pairs))
+            yield [finding for finding in found if finding is not None]
             if int(cursor) == 0:
                 return
+
+    def _check_pending(self, field: bytes, value: bytes, older_than_ms: int) -> Finding | None:
+        try:
+            message = _message(keys.parse_pending_field(field))
+            _, reserved_at = keys.unpack_value_head(value)
+        except (ValueError, struct.error):
+            return Finding("unreadable", f"field {field.hex()} of {keys.PENDING.decode()}")
+        return Finding("pending", message) if reserved_at < self._now_ms - older_than_ms else None
 
     async def conversations(self) -> AsyncIterator[tuple[int, list[Finding]]]:
         """Walks all keys; yields how many were seen and what is wrong with the conversations among them."""

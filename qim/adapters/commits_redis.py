@@ -214,22 +214,21 @@ class RedisCommitStore(RedisOwnership):
         return await self._read_records(values)
 
     async def _read_records(self, values: Mapping[bytes, bytes]) -> list[Pending]:
-        found = [_parse_pending(field, value) for field, value in values.items()]
+        """What cannot be read comes with an empty record: it must not keep the others from being finished."""
+        parsed = (_parse_pending(field, value) for field, value in values.items())
+        found = [item for item in parsed if item is not None]
         answers: Answers[list[bytes | None]] = Answers(len(found), list)
         for at, item in enumerate(found):
             suffix = keys.conversation_suffix(item.key.bucket, item.key.tenant, item.key.conversation)
-            self._pipe.submit(("HGET", keys.record_key(suffix), item.seq), answers.part(at, _same))
-        records = await answers.future
-        for item, record in zip(found, records, strict=True):
-            if record is None and await self._pipe.command(
-                "HEXISTS", keys.PENDING, keys.pending_field(item.key)
-            ):
-                raise StoreBroken(f"a recorded message has no record, sequence {item.seq}")
-        return [
-            item._replace(record=record)
-            for item, record in zip(found, records, strict=True)
-            if record is not None
-        ]
+            command = ("HGET", keys.record_key(suffix), item.seq)
+            self._pipe.submit(command, answers.part(at, _same, _broken_is_empty))
+        complete = []
+        for item, record in zip(found, await answers.future, strict=True):
+            if record is not None:
+                complete.append(item._replace(record=record))
+            elif await self._pipe.command("HEXISTS", keys.PENDING, keys.pending_field(item.key)):
+                complete.append(item)
+        return complete
 
     # --- reads and marks ---
 
@@ -360,13 +359,21 @@ def _commit_result(code: int, stamp: int) -> CommitResult:
     return CommitResult(_NOT_COMMITTED[code], Millis(0))
 
 
-def _parse_pending(field: bytes, value: bytes) -> Pending:
+def _broken_is_empty(error: StoreError) -> bytes | None:
+    return b"" if isinstance(error, StoreBroken) else None
+
+
+def _parse_pending(field: bytes, value: bytes) -> Pending | None:
+    """None: the field names no message, so nobody can wait for it; the audit finds it."""
+    try:
+        key = keys.parse_pending_field(field)
+    except (ValueError, struct.error):
+        return None
     try:
         identity, reserved_at = keys.unpack_value_head(value)
-        seq = Seq(int(value[keys.VALUE_HEAD_BYTES :]))
-        return Pending(keys.parse_pending_field(field), identity, seq, Millis(reserved_at), b"")
-    except (ValueError, struct.error) as error:
-        raise StoreBroken(f"msgpending holds what is not a pending message: {error}") from error
+        return Pending(key, identity, Seq(int(value[keys.VALUE_HEAD_BYTES :])), Millis(reserved_at), b"")
+    except (ValueError, struct.error):
+        return Pending(key, b"", Seq(0), Millis(0), b"")
 
 
 def _history_page(reply: list[Any]) -> HistoryPage:

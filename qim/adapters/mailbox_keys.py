@@ -57,6 +57,14 @@ def unpack_state(value: bytes) -> ShardState:
     return ShardState(MailboxSeq(watermark), MailboxSeq(base), day, identity, DispatchId(value[STATE_BYTES:]))
 
 
+def unpack_state_or_none(value: bytes | None) -> ShardState | None:
+    """None where there is no state, or none that can be read."""
+    try:
+        return None if value is None else unpack_state(value)
+    except ValueError:
+        return None
+
+
 def final_progress(digest: bytes, day: int) -> bytes:
     """The DP value of a finished dispatch."""
     return digest + b"f" + _DAY.pack(day)

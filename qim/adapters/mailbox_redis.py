@@ -26,7 +26,7 @@ from qim.adapters.mailbox_keys import (
     pack_day,
     pack_state,
     progress_key,
-    unpack_state,
+    unpack_state_or_none,
 )
 from qim.adapters.redis_answers import Answers
 from qim.adapters.redis_keys import OWNER, SLOT_FIELDS
@@ -80,8 +80,9 @@ class RedisMailboxStore(RedisOwnership):
 
     def load_shards(self, slots: Sequence[SlotId]) -> asyncio.Future[dict[SlotId, ShardState]]:
         def decode(reply: list[bytes | None]) -> dict[SlotId, ShardState]:
-            found = zip(slots, reply, strict=True)
-            states = {slot: unpack_state(value) for slot, value in found if value is not None}
+            # A value that is no state is left out like one that is missing: its shard stays closed, alone.
+            found = zip(slots, map(unpack_state_or_none, reply), strict=True)
+            states = {slot: state for slot, state in found if state is not None}
             for slot, state in states.items():
                 self._days[slot] = max(self._days[slot], state.day)
             return states

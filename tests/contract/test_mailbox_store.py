@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from qim.adapters.mailbox_keys import WATERMARKS
 from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
 from qim.adapters.mailbox_redis import RedisMailboxStore
+from qim.adapters.redis_keys import SLOT_FIELDS
 from qim.clock import SystemClock
 from qim.ids import DispatchId, MailboxSeq, Millis
 from qim.limits import DAY_MS, FUSED_RECIPIENTS_MAX
@@ -29,6 +31,7 @@ from tests.lua.mailbox_case import (
     today,
     write_of,
 )
+from tests.services import StoreServer
 
 DONE, GAP, OPEN = Materialised.DONE, Materialised.GAP, Materialised.OPEN
 STALE, MISMATCH = Materialised.STALE_OWNER, Materialised.MISMATCH
@@ -90,8 +93,7 @@ async def test_a_shard_without_state_is_absent_and_initialising_changes_no_exist
 
 
 async def test_a_state_that_cannot_be_read_hides_no_other(store_server: StoreServer) -> None:
-    pipe = RedisPipe(store_server.url, clock=SystemClock(), scripts=LuaScripts.load())
-    await pipe.connect()
+    pipe = await open_pipe(store_server)
     await pipe.command("FLUSHALL")
     store = RedisMailboxStore(pipe, SystemClock())
     await store.initialise_shards({SLOT: MailboxSeq(1), OTHER: MailboxSeq(1)}, b"i" * 16)

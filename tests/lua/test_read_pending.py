@@ -5,7 +5,7 @@ import pytest
 from qim.adapters import redis_keys as keys
 from qim.adapters.commits_redis import PENDING_SCAN_COUNT
 from qim.errors import StoreBroken
-from qim.ids import BucketId
+from qim.ids import BucketId, ConversationId
 from tests.lua.commit_calls import (
     BUCKET,
     CLOCK,
@@ -37,6 +37,26 @@ async def test_a_recorded_message_comes_back_with_everything_a_retry_needs(store
             if result.seq != 2
         )
         assert await picture(pipe) == before
+
+
+@pytest.mark.shows("X9", "C7")
+async def test_what_cannot_be_finished_keeps_no_other_from_being_finished(
+    store_server: StoreServer,
+) -> None:
+    async with opened_store(store_server) as (store, pipe):
+        elsewhere = ConversationId(b"another conversation"[:16])
+        good, lost, foreign = reservation(key_of(1)), reservation(key_of(2)), key_of(3)
+        hurt = reservation(key_of(4)._replace(conversation=elsewhere))
+        results = await store.reserve([good, lost, hurt])
+        await pipe.command("HDEL", keys.record_key(SUFFIX), results[1].seq)
+        other = keys.record_key(keys.conversation_suffix(BUCKET, TENANT, elsewhere))
+        await pipe.command("DEL", other)
+        await pipe.command("SET", other, "no hash")
+        fields = (keys.pending_field(foreign), "short", b"x" * 20, b"y" * 60)
+        await pipe.command("HSET", keys.PENDING, *fields)
+        found = await store.read_pending([BUCKET], older_than_ms=-1_000, entries_max=10)
+        records = {item.key: item.record for item in found}
+        assert records == {good.key: good.record, lost.key: b"", hurt.key: b"", foreign: b""}
 
 
 async def test_young_messages_and_other_buckets_are_left_out(store_server: StoreServer) -> None:
@@ -76,8 +96,8 @@ async def test_a_recorded_message_without_its_record_is_reported_not_passed_over
     async with opened_store(store_server) as (store, pipe):
         await store.reserve([reservation()])
         await pipe.command("DEL", keys.record_key(SUFFIX))
-        with pytest.raises(StoreBroken, match="no record"):
-            await store.read_pending([BUCKET], older_than_ms=-1_000, entries_max=10)
+        (found,) = await store.read_pending([BUCKET], older_than_ms=-1_000, entries_max=10)
+        assert (found.key, found.record) == (key_of(), b"")
         with pytest.raises(StoreBroken, match="no record"):
             await store.reserve([reservation()])
 
@@ -85,5 +105,5 @@ async def test_a_recorded_message_without_its_record_is_reported_not_passed_over
 async def test_a_value_that_is_not_a_pending_message_is_reported(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, pipe):
         await pipe.command("HSET", keys.PENDING, keys.pending_field(key_of(1)), "short")
-        with pytest.raises(StoreBroken):
-            await store.read_pending([BUCKET], older_than_ms=0, entries_max=10)
+        (found,) = await store.read_pending([BUCKET], older_than_ms=0, entries_max=10)
+        assert (found.key, found.record) == (key_of(1), b"")

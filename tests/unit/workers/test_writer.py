@@ -338,6 +338,41 @@ async def test_a_read_that_the_store_refuses_is_asked_again_by_the_client(rig: R
     assert rig.alice.errors == [UNAVAILABLE]
 
 
+@pytest.mark.shows("X9", "C7")
+async def test_a_broken_outbox_partition_refuses_sends_serves_reads_and_goes_on_when_it_is_whole(
+    rig: Rig, writer: Writer
+) -> None:
+    rig.outbox.fail("append", StoreBroken("no stream"), times=1_000)
+    async with rig.running(writer):
+        rig.send(writer, 1)
+        await _answered(rig, 1)
+        rig.send(writer, 2)
+        writer.submit(rig.alice.request(Op.PULL_HISTORY, encode_body(PullHistory(Target(1, BOB)))))
+        await _answered(rig, 3)
+        assert rig.alice.errors == [DEADLINE_EXCEEDED, UNAVAILABLE]
+        assert "Outbox partition 0" in writer.stopped
+        assert not rig.fatal
+        rig.outbox.before.clear()
+        await writer.recover_once(older_than_ms=-1)
+        assert not writer.stopped
+        rig.send(writer, 1, 2)
+        await _answered(rig, 5)
+    assert [ack.conversation_seq for ack in rig.alice.acks] == [1, 2]
+    assert not any(rig.metrics.slot_stopped)
+
+
+async def test_a_broken_outbox_partition_with_nothing_left_to_try_is_tried_by_the_next_send(
+    rig: Rig, writer: Writer
+) -> None:
+    commits = writer._instances[0].commits
+    commits._break_outbox("no stream")
+    await writer.recover_once()
+    assert writer.stopped
+    rig.clock.advance(milliseconds=9_000)
+    await writer.recover_once()
+    assert not writer.stopped
+
+
 async def test_a_stale_owner_commits_nothing_and_says_so_at_once(rig: Rig, writer: Writer) -> None:
     await Rig.claim(_successor(rig))
     async with rig.running(writer):
