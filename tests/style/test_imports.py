@@ -87,7 +87,6 @@ def test_adapters_are_chosen_in_one_file() -> None:
     allowed = (
         "workers/wiring.py",
         "workers/guards.py",
-        "workers/__main__.py",
         "workers/init.py",
         "workers/audit.py",
     )
