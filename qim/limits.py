@@ -28,19 +28,25 @@ assert MESSAGE_BODY_BYTES_MAX * 2 < BATCH_BYTES_MAX < FRAME_BODY_BYTES_MAX
 
 # --- a client connection -----------------------------------------------------------------------------
 TLS_HANDSHAKE_TIMEOUT_MS: Final = 5_000
+"""Python would wait a minute; a handshake takes a few round trips, and a stranger must not hold a socket."""
 AUTH_TIMEOUT_MS: Final = 10_000
+"""From the handshake on; long enough for a phone that first has to fetch a token."""
 PING_INTERVAL_MS: Final = 25_000
+"""Told to clients in AUTH_ACK; the common translators of addresses keep an idle connection for 30 s."""
 CONNECTION_SILENCE_MS_MAX: Final = 33_000
 """25 s until the next ping and 8 s for it to arrive; then the connection is dead."""
 TOKEN_EXPIRY_GRACE_MS: Final = 60_000
+"""Behind the end of its token, for a client that renews it late or whose clock is behind."""
 UNANSWERED_REQUESTS_MAX: Final = 1_024
 """Per connection; above it SLOW_CONSUMER: the peer sends without reading."""
 UNSENT_BYTES_MAX: Final = 1_048_576
 """Per connection, counted in bytes; above it SLOW_CONSUMER. Pull recovers what a push did not bring."""
 SENDS_PER_SECOND: Final = 100
 SENDS_BURST: Final = 1_000
+"""Per user and per connection. A person never meets it; a queue that was filled offline leaves in one go."""
 FAILED_LOGINS_BURST: Final = 3
 FAILED_LOGINS_PER_SECOND: Final = 0.17
+"""Per address: three mistakes at once, then ten a minute. Verifying a signature is the dear part."""
 READ_BUFFER_BYTES: Final = 262_144
 """One buffer per worker, shared by all its sockets; a read is parsed before the next begins."""
 TLS_SHUTDOWN_TIMEOUT_MS: Final = 2_000
@@ -69,16 +75,21 @@ assert FRAME_BODY_BYTES_MAX + FRAME_HEADER_BYTES < UNSENT_BYTES_MAX
 WRITER_WAITING_MESSAGES_MAX: Final = 4_096
 """Per worker; full: reject. About half a second of work at the highest rate ever measured here."""
 WRITER_BATCH_MESSAGES_MAX: Final = 512
+"""Of one pass: eight runs of a script, a few milliseconds of the store."""
 WRITER_BATCH_BYTES_MAX: Final = 4_194_304
+"""64 messages of the largest size: what one write to the store may weigh."""
 SCRIPT_RUN_ITEMS_MAX: Final = 64
 """Items per script call: a script blocks its server, 64 items take less than a millisecond."""
 BATCHES_IN_FLIGHT_MAX: Final = 4
 """Per role and instance, in order. One hides the round trip of the other; more only add memory."""
 CLOCK_SKEW_MS_MAX: Final = 10_000
+"""Between a worker and its store; above it new messages are refused, so that their times stay in order."""
 RECOVER_INTERVAL_MS: Final = 1_000
+"""A message that was left half-done is finished within a few seconds; an empty look costs one command."""
 RECOVER_AGE_MS: Final = 2_000
 """Pending for longer and not in flight here: the recoverer finishes it."""
 IDEMPOTENCY_WINDOW_MS: Final = 7_200_000
+"""From COMMITTED on a repeat gets the same coordinates; later the SDK asks history instead of repeating."""
 assert WRITER_BATCH_MESSAGES_MAX <= WRITER_WAITING_MESSAGES_MAX
 assert RECOVER_AGE_MS < IDEMPOTENCY_WINDOW_MS
 
@@ -93,9 +104,11 @@ ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
 
 # --- fanout ------------------------------------------------------------------------------------------
 FANOUT_BATCH_RECORDS_MAX: Final = 512
+"""As many as a pass of the writer: the fan-out must not fall behind it."""
 
 # --- mailbox -----------------------------------------------------------------------------------------
 MAILBOX_BATCH_RECORDS_MAX: Final = 512
+"""Of one read; cut into runs of a script."""
 MAILBOX_QUEUE_RECORDS_MAX: Final = 128
 """Per shard; full: only that partition is paused."""
 MAILBOX_PERMITS: Final = 64
@@ -103,8 +116,11 @@ MAILBOX_PERMITS: Final = 64
 PULLS_WAITING_MAX: Final = 4_096
 """PULL_MAILBOX requests per worker and mailbox instance; full: reject."""
 FUSED_RECIPIENTS_MAX: Final = 16
+"""Of a record in a fused run; the marks of a record are 16 bits of its packed argument."""
 FUSED_RUN_ENTRIES_MAX: Final = 64
+"""As SCRIPT_RUN_ITEMS_MAX, counted in entries: each is one sorted-set insert."""
 APPEND_ENTRIES_MAX: Final = 64
+"""The same for one call of the general path."""
 MAILBOX_DAYS: Final = 7
 """Days a mailbox is kept for cursors; the keys live two days longer."""
 DAY_MS: Final = 86_400_000
@@ -115,10 +131,12 @@ EPHEMERAL_KEY_LIFE_MS: Final = EPHEMERAL_LIFE_MS + 3_600_000
 MAILBOX_KEYS_REMEMBERED_MAX: Final = 16_384
 """Per process, about 3 MB: mailbox days whose expiry is set. A forgotten one is set again for 2 µs."""
 DISPATCH_PROGRESS_LIFE_MS: Final = 8 * DAY_MS
+"""Longer than mailboxes are kept: a replay within their life still finds that it was done."""
 assert FUSED_RECIPIENTS_MAX <= FUSED_RUN_ENTRIES_MAX
 
 # --- slots and ownership -----------------------------------------------------------------------------
 CLAIM_INTERVAL_MS: Final = 3_000
+"""Two refreshes may be lost before a stamp is old."""
 CLAIM_FRESH_MS: Final = 10_000
 """A stamp of another supervisor younger than this is refused: its owner may live."""
 assert CLAIM_INTERVAL_MS * 3 < CLAIM_FRESH_MS
@@ -136,7 +154,9 @@ LINK_REPLY_BYTES_MAX: Final = 2 * LINK_UNSENT_BYTES_MAX
 """Answers and announcements may use twice as much; then the link is cut, which settles everything on it."""
 LINK_RETRY_MS_MIN: Final = 50
 LINK_RETRY_MS_MAX: Final = 2_000
+"""The first retry follows after 50 ms, because a peer is usually back at once; then it doubles up to this."""
 LINK_HELLO_TIMEOUT_MS: Final = 5_000
+"""Both ends are on one host; a peer that is silent for so long hangs."""
 
 # --- presence ----------------------------------------------------------------------------------------
 PRESENCE_SESSIONS_MAX: Final = 1_000_000
@@ -150,8 +170,11 @@ PRESENCE_READS_MAX: Final = 256
 LOG_TAIL_BYTES_MAX: Final = 16_777_216
 """Per process: what was just appended is served from memory; older records are fetched."""
 LOG_READ_BYTES_MAX: Final = 4_194_304
+"""Of one batch of a reader, as much as a batch of the writer."""
 LOG_RETENTION_MS: Final = 3_600_000
+"""What every consumer has finished is kept for so long: for an operator who redelivers, and for the audit."""
 LOG_TRIM_INTERVAL_MS: Final = 30_000
+"""How much longer than that it may be."""
 LOG_SWEEP_INTERVAL_MS: Final = 1_000
 """How often a reader compares its positions with the log's ends, for records that strangers appended."""
 
@@ -171,16 +194,26 @@ assert STORE_TIMEOUT_MS < REQUEST_DEADLINE_MS
 
 # --- processes ---------------------------------------------------------------------------------------
 HEARTBEAT_INTERVAL_MS: Final = 250
+"""Four beats a second: cheap, and a second of silence is four missed ones."""
 HEARTBEAT_SLOW_MS: Final = 1_000
+"""Only logged: a long collection or a busy host may take so much."""
 HEARTBEAT_ABORT_MS: Final = 5_000
+"""SIGABRT prints where the loop hangs; its clients have waited for five seconds by then."""
 HEARTBEAT_KILL_MS: Final = 7_000
+"""Two seconds later, because a stopped process takes no other signal."""
 RESTART_BACKOFF_SECONDS: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""The first death is repaired at once, a crash loop costs at most two starts a minute."""
 RESTART_JITTER: Final = 0.2
+"""Share of the pause: workers that died together do not come back together."""
 RESTART_CALM_MS: Final = 60_000
+"""Ready for so long counts as well: the pauses begin anew."""
 FLAPPING_DEATHS: Final = 5
 FLAPPING_WINDOW_MS: Final = 60_000
+"""Five deaths within it are told as flapping."""
 DRAIN_DEADLINE_MS: Final = 25_000
+"""Of a whole stop, below what the unit file allows (`TimeoutStopSec`)."""
 SWEEP_INTERVAL_MS: Final = 100
 """Deadline lists are swept at this pace: one timer per process, none per request."""
 CONTROL_MESSAGE_BYTES_MAX: Final = 4_194_304
+"""The answers of 64 workers to the longest command fit many times."""
 assert HEARTBEAT_INTERVAL_MS < HEARTBEAT_SLOW_MS < HEARTBEAT_ABORT_MS < HEARTBEAT_KILL_MS
