@@ -6,7 +6,6 @@ launcher stops the service first and the store last. A generator that is killed 
 kernel then ends the launcher, which ends the rest.
 """
 
-import os
 import signal
 import socket
 import subprocess
@@ -14,16 +13,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from time import sleep
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from loadtest.server import Server, listener_pid
 from qim.clock import SystemClock
 from qim.ctl.protocol import call
 from qim.errors import QimError
-from workers.child import die_with_parent
+from workers.child import start_program
 
 ADDRESS: Final = "127.0.0.1"
 START_SECONDS_MAX: Final = 60.0
@@ -40,7 +38,7 @@ def start_server(given: Server | None, *, workers: int, redis_server: str | None
     with tempfile.TemporaryDirectory(prefix="qim-bench-") as folder:
         data = Path(folder) / "data"
         with (Path(folder) / "launcher.log").open("w+b") as log:
-            process = _start(data, log=log.fileno(), workers=workers, redis_server=redis_server)
+            process = _start(data, log=log, workers=workers, redis_server=redis_server)
             try:
                 status = _await_ready(process, data)
                 if status is None:
@@ -80,21 +78,13 @@ def describe(data: Path, status: dict[str, Any]) -> Server:
     )
 
 
-def _start(data: Path, *, log: int, workers: int, redis_server: str | None) -> subprocess.Popen[bytes]:
+def _start(data: Path, *, log: IO[bytes], workers: int, redis_server: str | None) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "workers", "dev", "--data-dir", str(data), "--port", str(_free_port())]
     if workers:
         command += ["--workers", str(workers)]
     if redis_server:
         command += ["--redis-server", redis_server]
-    # A group of its own: Ctrl-C ends the measurement, which then stops the server itself.
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        process_group=0,
-        preexec_fn=partial(die_with_parent, os.getpid(), signal_number=signal.SIGTERM),  # noqa: PLW1509 - no thread exists here, and only a system call is made
-    )
+    return start_program(command, log=log)
 
 
 def _free_port() -> int:

@@ -8,6 +8,8 @@ supervisor's handler in the child.
 
 `run_child` never returns into the supervisor's code: whatever happens, the process ends with an exit code of
 `qim.errors.ExitCode`. A refusal that names its remedy is logged as one line; only a bug leaves a traceback.
+
+`start_program` is the other way to a child, for launchers: a program with the same parent-death signal.
 """
 
 import ctypes
@@ -17,11 +19,13 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import IO, Final, NoReturn
 
 from structlog import get_logger
 
@@ -67,6 +71,25 @@ def die_with_parent(parent_pid: int, *, signal_number: int = signal.SIGKILL) -> 
     _libc.prctl(PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent_pid:
         os._exit(ExitCode.BUG)
+
+
+def start_program(
+    command: Sequence[str], *, log: IO[bytes], keep: Sequence[int] = (), cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A program that belongs to this process: it ends with it, and Ctrl-C in the terminal does not reach it.
+
+    So whoever started it decides when it stops. `keep`: descriptors that it inherits. Raises OSError.
+    """
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        process_group=0,
+        pass_fds=tuple(keep),
+        preexec_fn=partial(die_with_parent, os.getpid(), signal_number=signal.SIGTERM),  # noqa: PLW1509 - no thread exists here, and only a system call is made
+    )
 
 
 def run_child(entry: ChildEntry, context: ChildContext) -> NoReturn:

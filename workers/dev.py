@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -34,7 +33,7 @@ from qim.errors import ConfigError, ControlError, ExitCode, GuardRefused, QimErr
 from qim.ids import Millis, TenantId
 from qim.limits import DAY_MS
 from qim.tokens import mint_token
-from workers.child import die_with_parent
+from workers.child import start_program
 from workers.devfolder import DEFAULT_FOLDER, KEY_ID, DevFolder, open_folder, user_id, write_private
 from workers.embedded import EmbeddedStore, find_server
 from workers.listeners import Listeners
@@ -144,24 +143,9 @@ class Launcher:
 
     def _start_server(self) -> None:
         with self._folder.log.open("ab") as log:
-            self._server = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "workers",
-                    "serve",
-                    "--config",
-                    str(self._folder.config),
-                    "--take-over",
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-                # Like the store: whoever still drains keeps the folder, its sockets and its port to itself.
-                pass_fds=(self._folder.lock,),
-                preexec_fn=partial(die_with_parent, os.getpid(), signal_number=signal.SIGTERM),  # noqa: PLW1509 - no thread exists here, and only a system call is made
-            )
+            command = (sys.executable, "-m", "workers", "serve", "--config", str(self._folder.config))
+            # Like the store: whoever still drains keeps the folder, its sockets and its port to itself.
+            self._server = start_program([*command, "--take-over"], log=log, keep=[self._folder.lock])
 
     def _stop_server(self) -> None:
         """Politely; the second signal of a person is passed on, and there is a deadline."""

@@ -10,12 +10,10 @@ servers never write one append-only file.
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -23,7 +21,7 @@ from typing import Final
 from qim.clock import Clock
 from qim.domain.guards import REQUIRED_SETTINGS
 from qim.errors import ConfigError
-from workers.child import die_with_parent
+from workers.child import start_program
 
 START_SECONDS_MAX: Final = 120.0
 """A large append-only file is read at some 100 MB per second."""
@@ -64,15 +62,8 @@ class EmbeddedStore:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:
-            return subprocess.Popen(
-                [str(self._binary), *self._arguments()],
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                pass_fds=(self._lock,),
-                preexec_fn=partial(die_with_parent, os.getpid(), signal_number=signal.SIGTERM),  # noqa: PLW1509 - no thread exists here, and only a system call is made
+            return start_program(
+                [str(self._binary), *self._arguments()], log=log, keep=[self._lock], cwd=self._folder
             )
 
     def has_ended(self) -> bool:
