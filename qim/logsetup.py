@@ -60,7 +60,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "library_logged": "A library wrote to its own logger.",
     "link_broken": "A link carried a frame that no worker sends; it is cut.",
     "link_lost": "The link to another worker ended; it is made again.",
-    "link_overrun": "A link's queue was full; the link is cut and its requests are answered as unavailable.",
+    "link_overrun": "A peer took nothing for too long; the link is cut, its open requests are unknown.",
     "link_refused": "Another worker runs with a different map or version; the two do not talk.",
     "link_up": "The link to another worker carries frames.",
     "listener_refused": "A listening socket could not be opened.",

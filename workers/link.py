@@ -174,7 +174,7 @@ class LinkStream(asyncio.BufferedProtocol):
         self._frames.append(frame)
         self._collected += len(frame)
         if self._collected > limits.LINK_REPLY_BYTES_MAX:
-            self.abort()
+            self._overrun()
 
     def flush(self) -> None:
         frames, self._frames, self._collected = self._frames, [], 0
@@ -182,8 +182,11 @@ class LinkStream(asyncio.BufferedProtocol):
             return
         self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
         if self._transport.get_write_buffer_size() > limits.LINK_REPLY_BYTES_MAX:
-            log.error("link_overrun", peer=self.peer)
-            self.abort()
+            self._overrun()
+
+    def _overrun(self) -> None:
+        log.error("link_overrun", peer=self.peer)
+        self.abort()
 
     def close(self) -> None:
         """Ends the stream behind what was collected: a refused peer still sees our HELLO and knows why."""
@@ -193,8 +196,9 @@ class LinkStream(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Ends the stream at once; what was open on it is settled in `connection_lost`."""
-        if self._transport is not None:
-            self._transport.abort()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
 
 
 class Links:

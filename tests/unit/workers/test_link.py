@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from qim import errors, limits
 from qim.clock import ManualClock
@@ -544,9 +545,11 @@ async def test_answers_that_nobody_takes_end_the_link(folder: Path, monkeypatch:
             await stalled_link(first, stalled)
             stream = first.links.stream(SECOND)
             assert stream is not None
-            for _ in range(limits.LINK_REPLY_BYTES_MAX // 1_000_000 + 1):
-                stream.send(bytes(1_000_000))
-            await asyncio.wait_for(stream.ended.wait(), 5)
+            with capture_logs() as lines:
+                for _ in range(limits.LINK_REPLY_BYTES_MAX // 1_000_000 + 5):
+                    stream.send(bytes(1_000_000))
+                await asyncio.wait_for(stream.ended.wait(), 5)
+        assert [line["event"] for line in lines].count("link_overrun") == 1
         await up(first, second)
 
 
