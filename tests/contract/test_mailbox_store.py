@@ -85,7 +85,7 @@ async def test_a_shard_without_state_is_absent_and_initialising_changes_no_exist
 ) -> None:
     await put(medium.store, write_of(1))
     await medium.store.initialise_shards({SLOT: MailboxSeq(500)}, b"another identity")
-    loaded = await medium.store.load_shards([SLOT, OTHER, 7])  # type: ignore[list-item]
+    loaded = await medium.store.load_shards([SLOT, OTHER, 7])  # type: ignore[list-item]  # plain values stand for ids
     assert sorted(loaded) == [SLOT, OTHER]
     assert loaded[OTHER] == ShardState(W0, MailboxSeq(1), 0, IDENTITY, DispatchId(b""))
     assert (loaded[SLOT].watermark, loaded[SLOT].base, loaded[SLOT].day) == (1, 1, today())
@@ -125,19 +125,19 @@ async def test_a_run_over_the_end_of_an_hour_lands_in_order_or_not_at_all(medium
 @pytest.mark.shows("M3", "M4", "M5", "M7")
 async def test_the_general_path_moves_w_only_with_its_finish(medium: Medium) -> None:
     users = tuple(ANN[:15] + bytes([n]) for n in range(3))
-    write = write_of(1, users=users)  # type: ignore[arg-type]
+    write = write_of(1, users=users)  # type: ignore[arg-type]  # plain values stand for ids
     begun = await medium.store.begin_dispatch(write, W0)
     assert begun == Begun(OPEN, today())
     assert await medium.store.begin_dispatch(write, W0) == begun
     for user in users:
-        assert await medium.store.append_entries(write, begun.day, [user, users[0]]) is DONE  # type: ignore[list-item]
+        assert await medium.store.append_entries(write, begun.day, [user, users[0]]) is DONE  # type: ignore[list-item]  # plain values stand for ids
         assert await watermark(medium.store) == 0
-        assert await seqs_of(medium.store, user) == []  # type: ignore[arg-type]
+        assert await seqs_of(medium.store, user) == []  # type: ignore[arg-type]  # plain values stand for ids
     assert await medium.store.finish_dispatch(write, W0) is DONE
     assert await medium.store.finish_dispatch(write, W0) is DONE
     assert await watermark(medium.store) == 1
     for user in users:
-        assert await seqs_of(medium.store, user) == [1]  # type: ignore[arg-type]
+        assert await seqs_of(medium.store, user) == [1]  # type: ignore[arg-type]  # plain values stand for ids
     assert (await medium.store.begin_dispatch(write, W0)).outcome is DONE
     assert await medium.store.append_entries(write, begun.day, [BEN]) is DONE
     assert await seqs_of(medium.store, BEN) == []
@@ -213,8 +213,8 @@ async def test_every_step_of_a_stale_owner_is_refused(medium: Medium) -> None:
 
 async def test_the_largest_fused_record_reaches_all_its_recipients(medium: Medium) -> None:
     users = tuple(ANN[:15] + bytes([n]) for n in range(FUSED_RECIPIENTS_MAX))
-    assert await put(medium.store, write_of(1, users=users), write_of(2, users=users[:3])) == [DONE, DONE]  # type: ignore[arg-type]
-    pages = await medium.store.read_mailbox([query_of(user) for user in users])  # type: ignore[arg-type]
+    assert await put(medium.store, write_of(1, users=users), write_of(2, users=users[:3])) == [DONE, DONE]  # type: ignore[arg-type]  # plain values stand for ids
+    pages = await medium.store.read_mailbox([query_of(user) for user in users])  # type: ignore[arg-type]  # plain values stand for ids
     assert [len(page.entries) for page in pages] == [2, 2, 2] + [1] * 13
 
 

@@ -83,7 +83,7 @@ def ephemeral_entry(*, reserved_at: int, seq: int = 1) -> bytes:
 
 
 async def seqs_of(store: MailboxStore, user: UserId = ANN, **query: int) -> list[int]:
-    (page,) = await store.read_mailbox([query_of(user, **query)])  # type: ignore[arg-type]
+    (page,) = await store.read_mailbox([query_of(user, **query)])  # type: ignore[arg-type]  # plain values stand for ids
     return [seq for seq, _ in page.entries]
 
 

@@ -195,9 +195,9 @@ async def test_the_time_index_names_each_message_once_with_its_stamp(store_serve
 async def test_the_highest_outbox_offset_is_remembered_and_never_falls(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, _):
         commits = await recorded(store, 3)
-        await store.mark_committed([commits[0]._replace(offset=7)])  # type: ignore[arg-type]
-        await store.mark_committed([commits[1]._replace(offset=6)])  # type: ignore[arg-type]
-        await store.mark_committed([commits[2]._replace(offset=-1)])  # type: ignore[arg-type]
+        await store.mark_committed([commits[0]._replace(offset=7)])  # type: ignore[arg-type]  # plain values stand for ids
+        await store.mark_committed([commits[1]._replace(offset=6)])  # type: ignore[arg-type]  # plain values stand for ids
+        await store.mark_committed([commits[2]._replace(offset=-1)])  # type: ignore[arg-type]  # plain values stand for ids
         assert await store.load_outbox_seen([commits[0].partition]) == {3: 7}
 
 

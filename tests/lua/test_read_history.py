@@ -53,7 +53,7 @@ async def set_floor(pipe: RedisPipe, floor: int) -> None:
 
 async def test_an_unknown_conversation_is_an_empty_page(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, _):
-        assert await page_of(store) == HistoryPage((), 1, 0, False)  # type: ignore[arg-type]
+        assert await page_of(store) == HistoryPage((), 1, 0, False)  # type: ignore[arg-type]  # plain values stand for ids
 
 
 async def test_the_newest_page_comes_newest_first_with_the_stored_bytes(store_server: StoreServer) -> None:

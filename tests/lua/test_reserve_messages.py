@@ -51,7 +51,7 @@ async def test_everything_of_a_message_is_written_by_one_call_under_one_tag(
             keys.OWNER, keys.PENDING, b"conv:" + SUFFIX, b"msgrecord:" + SUFFIX, b"msghistorygc:{b041}",
         }  # fmt: skip
         value = await pipe.command("HGET", keys.PENDING, keys.pending_field(item.key))
-        assert value == keys.pending_value(item.identity, item.reserved_at, 1)  # type: ignore[arg-type]
+        assert value == keys.pending_value(item.identity, item.reserved_at, 1)  # type: ignore[arg-type]  # plain values stand for ids
         assert await pipe.command("HGET", b"msgrecord:" + SUFFIX, "1") == item.record
         assert await pipe.command("ZSCORE", b"msghistorygc:{b041}", SUFFIX[7:] + b"1") == b"9999999999999"
 
@@ -78,7 +78,7 @@ async def test_a_recorded_message_is_known_however_old_it_is(store_server: Store
     async with opened_store(store_server) as (store, pipe):
         item = reservation()
         await store.reserve([item])
-        old = keys.pending_value(item.identity, item.reserved_at - 3 * 3_600_000, 1)  # type: ignore[arg-type]
+        old = keys.pending_value(item.identity, item.reserved_at - 3 * 3_600_000, 1)  # type: ignore[arg-type]  # plain values stand for ids
         await pipe.command("HSET", keys.PENDING, keys.pending_field(item.key), old)
         assert {expiry for _, expiry in (await picture(pipe)).values()} == {-1}
         again = await reserve_one(store, item)

@@ -202,10 +202,10 @@ class MailboxMachine(RuleBasedStateMachine):
         async def reconnect() -> None:
             await self.pipe.close()
             self.pipe = await open_pipe(self.server)
-            epochs = [store._epochs for store in self.real.stores]  # type: ignore[attr-defined]
+            epochs = [store._epochs for store in self.real.stores]  # type: ignore[attr-defined]  # behind the public face on purpose
             self.real = Side(lambda: RedisMailboxStore(self.pipe, SystemClock()))
             for store, known in zip(self.real.stores, epochs, strict=True):
-                store._epochs = known  # type: ignore[attr-defined]
+                store._epochs = known  # type: ignore[attr-defined]  # behind the public face on purpose
 
         self.runner.run(reconnect())
 

@@ -282,7 +282,7 @@ def test_printed_bodies_show_neither_token_nor_content() -> None:
 
 @pytest.mark.parametrize("size", [MESSAGE_BODY_BYTES_MAX, MESSAGE_BODY_BYTES_MAX + 1])
 def test_message_body_is_too_large_from_its_limit_on(size: int) -> None:
-    body = SendMessage(Target(1, bytes(16)), bytes(16), 1, "", bytes(size))  # type: ignore[arg-type]
+    body = SendMessage(Target(1, bytes(16)), bytes(16), 1, "", bytes(size))  # type: ignore[arg-type]  # plain values stand for ids
     data = encode_body(body)
     if size <= MESSAGE_BODY_BYTES_MAX:
         assert decode_send(data).body == bytes(size)

@@ -102,14 +102,17 @@ def _is_broad(caught: ast.expr | None) -> bool:
 
 
 def bare_suppressions(source: Source) -> list[str]:
-    """A suppression names its rule and gives its reason on the same line."""
-    if not source.is_in("qim", "workers", "loadtest"):
-        return []
-    pattern = re.compile(r"# noqa(?!: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)* - \S)")
+    """A suppression names its rule and gives its reason: on the same line, for a type also right above."""
+    lint = re.compile(r"# noqa(?!: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)* - \S)")
+    types = re.compile(r"# type: ignore(?!\[[a-z-]+\] +# ?\S)")
+    if source.path == "tests/style/test_banned.py":
+        return []  # its samples are broken on purpose
+    lines = ["", *source.text.splitlines()]
     return [
         f"{source.path}:{number} suppression without its reason"
-        for number, line in enumerate(source.text.splitlines(), start=1)
-        if pattern.search(line)
+        for number, line in enumerate(lines)
+        if (lint.search(line) and source.is_in("qim", "workers", "loadtest"))
+        or (types.search(line) and not lines[number - 1].lstrip().startswith("#"))
     ]
 
 
@@ -142,6 +145,7 @@ def test_nothing_banned_is_used(check: object) -> None:
         (sleeps_in_tests, "tests/unit/x.py", "asyncio.sleep(1)"),
         (broad_handlers, "workers/x.py", "try:\n    pass\nexcept Exception:\n    pass"),
         (bare_suppressions, "qim/x.py", "x = 1  # noqa"),
+        (bare_suppressions, "tests/unit/x.py", "x: int = ''  # type: ignore[assignment]"),
     ],
 )
 def test_each_banned_thing_is_seen(check: object, path: str, text: str) -> None:

@@ -21,7 +21,7 @@ CANARY = "canary-hunter2"
 
 def _problems(path: Path | None, **layers: Mapping[str, object]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(path, **layers)  # type: ignore[arg-type]
+        load_config(path, **layers)  # type: ignore[arg-type]  # the layers of a case
     return list(caught.value.problems)
 
 
@@ -41,7 +41,7 @@ def test_no_file_gives_the_defaults() -> None:
 def test_a_tree_is_frozen_and_holds_plain_values() -> None:
     config = load_config(None)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.gateway.port = 1  # type: ignore[misc]
+        config.gateway.port = 1  # type: ignore[misc]  # a frozen tree must refuse it
     assert all(not hasattr(getattr(config, section), "__dict__") for section in SECTIONS)
 
 

@@ -101,7 +101,7 @@ def test_a_torn_foreign_or_empty_snapshot_reads_as_nothing() -> None:
 
 def test_counting_something_outside_the_catalogue_fails() -> None:
     with pytest.raises(AttributeError):
-        Metrics().no_such_thing = 1  # type: ignore[attr-defined]
+        Metrics().no_such_thing = 1  # type: ignore[attr-defined]  # there is no such field
 
 
 def test_quantile_is_the_bound_of_its_bucket() -> None:

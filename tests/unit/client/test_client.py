@@ -425,14 +425,14 @@ async def test_an_old_message_is_settled_by_history(server: FakeServer, enter: E
     if outcome == "found":
         # The server has it, the acknowledgement and the mailbox entry never arrive.
         original = server._commit
-        server._commit = lambda record, **more: original(record, **{**more, "push": False})  # type: ignore[method-assign]
+        server._commit = lambda record, **more: original(record, **{**more, "push": False})  # type: ignore[method-assign]  # this one server answers otherwise
     with server.silence(Op.SEND_MESSAGE):
         cmid = await client.queue(PEER, "old")
         await happens(lambda: server.received(Op.SEND_MESSAGE), what="the first frame")
     [sent] = server.received(Op.SEND_MESSAGE)
     await client.__aexit__(None, None, None)
     if outcome == "found":
-        server._on_send(1, sent, _Nowhere())  # type: ignore[arg-type]
+        server._on_send(1, sent, _Nowhere())  # type: ignore[arg-type]  # a socket that takes nothing
         server.mailbox.clear()
     if outcome == "unknown":
         server.server_time += RESEND_AGE_MS + 60_000

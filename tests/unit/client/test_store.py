@@ -129,13 +129,13 @@ async def test_ordinals_are_reserved_before_use_and_never_again_after_a_rollback
     original = StoreSteps.insert_pending
 
     def insert(steps: StoreSteps, row: object) -> None:
-        used.append(row.ordinal)  # type: ignore[attr-defined]
+        used.append(row.ordinal)  # type: ignore[attr-defined]  # a pending row
         with closing(sqlite3.connect(path)) as other:
             reserved = other.execute("SELECT value FROM meta WHERE key = 'ordinal'").fetchone()[0]
         assert used[-1] < reserved
         if len(used) == 2:
             raise sqlite3.OperationalError("disk I/O error")
-        original(steps, row)  # type: ignore[arg-type]
+        original(steps, row)  # type: ignore[arg-type]  # a pending row
 
     monkeypatch.setattr(StoreSteps, "insert_pending", insert)
     for attempt in range(ORDINAL_BLOCK + 5):
@@ -206,7 +206,7 @@ async def test_kill_nine_leaves_a_sound_file_whose_cursor_is_covered_and_whose_r
         before = len(promises(tmp_path))
         target = before + chance.randint(1, 40)
         writer = start_writer(path, tmp_path / "promises")
-        eventually(lambda wanted=target: len(promises(tmp_path)) >= wanted, what="progress")  # type: ignore[misc]
+        eventually(lambda wanted=target: len(promises(tmp_path)) >= wanted, what="progress")  # type: ignore[misc]  # bound in this turn of the loop
         writer.send_signal(signal.SIGKILL)
         assert writer.wait() == -signal.SIGKILL
         store, rebuilt = await open_store(path)

@@ -93,7 +93,7 @@ def send_body(text: bytes = b"hello", *, peer: bytes = BOB, kind: int = 1, **cha
     return build_message(
         Op.SEND_MESSAGE,
         0,
-        SendMessage(Target(kind, peer), b"c" * 16, body=text, **(fields | changes)),  # type: ignore[arg-type]
+        SendMessage(Target(kind, peer), b"c" * 16, body=text, **(fields | changes)),  # type: ignore[arg-type]  # plain values stand for ids
     )[12:]
 
 

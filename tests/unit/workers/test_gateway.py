@@ -248,7 +248,7 @@ async def test_a_push_carries_the_entry_and_the_sender_gets_the_echo() -> None:
         ((previous, mailbox_seq, echo),) = (await alice.body(Op.PUSH_EVENTS)).events
         assert (previous, mailbox_seq) == (3, 5)
         decoded = decode_pushed(echo)
-        assert (decoded.conversation_seq, decoded.conversation_id) == (9, CONVERSATION)  # type: ignore[union-attr]
+        assert (decoded.conversation_seq, decoded.conversation_id) == (9, CONVERSATION)  # type: ignore[union-attr]  # an entry, not an echo
         ((_, _, full),) = (await bob.body(Op.PUSH_EVENTS)).events
         assert bytes(full) == entry(9)
 

@@ -197,7 +197,7 @@ async def test_peers_that_never_finish_their_handshake_are_cut_and_others_are_se
 async def test_a_client_that_does_not_read_is_cut_at_its_bytes_and_others_go_on() -> None:
     async with GatewayRig() as rig:
         slow = await rig.logged_in()
-        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a transport that reads
         announce = rig.router.announced[0]
         pushed = held_back = 0
         large = entry(1, bytes(60_000))
@@ -213,7 +213,7 @@ async def test_a_client_that_does_not_read_is_cut_at_its_bytes_and_others_go_on(
         normal = await rig.logged_in(user=BOB)
         normal.send(build_message(Op.PING, 2, Ping()))
         await normal.body(Op.PONG)
-        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a transport that reads
 
 
 @pytest.mark.shows("F-40")
@@ -327,7 +327,7 @@ async def test_a_trickled_frame_ends_the_connection() -> None:
         for byte in send_frame(2)[:10]:
             seen = rig.metrics.bytes_in
             client.send(bytes((byte,)))
-            await happens(lambda before=seen: rig.metrics.bytes_in > before, what="read")  # type: ignore[misc]
+            await happens(lambda before=seen: rig.metrics.bytes_in > before, what="read")  # type: ignore[misc]  # bound in this turn of the loop
             rig.pass_time(milliseconds=limits.FRAME_TIMEOUT_MS // 10)
         assert (await client.goaway()).code == errors.HeartbeatLost.code
 

@@ -180,7 +180,7 @@ def folder() -> Iterator[Path]:
 async def up(*nodes: Node) -> None:
     for node in nodes:
         await happens(
-            lambda node=node: set(node.links.health.values()) == {LinkState.UP},  # type: ignore[misc]
+            lambda node=node: set(node.links.health.values()) == {LinkState.UP},  # type: ignore[misc]  # bound in this turn of the loop
             what="every link is up",
         )
 
@@ -451,7 +451,7 @@ async def test_workers_with_different_maps_do_not_talk(folder: Path) -> None:
     async with running(first, other):
         for node, peer in ((first, SECOND), (other, FIRST)):
             await happens(
-                lambda node=node, peer=peer: node.links.health[peer] is LinkState.REFUSED_PLACEMENT,  # type: ignore[misc]
+                lambda node=node, peer=peer: node.links.health[peer] is LinkState.REFUSED_PLACEMENT,  # type: ignore[misc]  # bound in this turn of the loop
                 what="refused and shown",
             )
         assert first.links.stream(SECOND) is None
@@ -572,4 +572,4 @@ def test_the_same_holds_on_the_loop_that_workers_run(folder: Path) -> None:
         test_workers_with_different_maps_do_not_talk,
     )
     for scenario in scenarios:
-        run_on_uvloop(lambda scenario=scenario: scenario(folder))  # type: ignore[misc]
+        run_on_uvloop(lambda scenario=scenario: scenario(folder))  # type: ignore[misc]  # bound in this turn of the loop
