@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, cast
 
-from qim.domain.gateway import NEVER, TokenBucket, Vitals
+from qim.domain.gateway import NEVER, ConnectionTimes, TokenBucket
 from qim.ids import DeviceId, SessionId, TenantId, UserId, WorkerId
 from qim.wire.bodies import build_push
 from qim.wire.connection import ServerConnection
@@ -110,8 +110,8 @@ class ClientSocket(asyncio.BufferedProtocol):
     # --- called by the gateway -----------------------------------------------------------------------
 
     @property
-    def vitals(self) -> Vitals:
-        return Vitals(self.connected_at, self.heard_at, self.frame_begun_at, self.token_ends_at)
+    def times(self) -> ConnectionTimes:
+        return ConnectionTimes(self.connected_at, self.heard_at, self.frame_begun_at, self.token_ends_at)
 
     @property
     def unsent_bytes(self) -> int:

@@ -206,7 +206,7 @@ class Gateway:
             sock = self._table.find(handle, generation)
             if sock is None or sock.remind_at != at:
                 continue
-            over_at, error, reason = next_deadline(self._bounds, sock.vitals)
+            over_at, error, reason = next_deadline(self._bounds, sock.times)
             if over_at > now:
                 self._remind(sock, over_at)
                 continue
@@ -570,7 +570,7 @@ class Gateway:
 
     def _look_again(self, sock: ClientSocket) -> None:
         """A deadline may have come nearer; a reminder that is early enough already stays the only one."""
-        at, _, _ = next_deadline(self._bounds, sock.vitals)
+        at, _, _ = next_deadline(self._bounds, sock.times)
         if at < sock.remind_at:
             self._remind(sock, at)
 

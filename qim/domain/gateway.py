@@ -251,7 +251,7 @@ def is_slow(bounds: GatewayLimits, *, unsent_bytes: int, unanswered: int) -> boo
 NEVER: Final = float("inf")
 
 
-class Vitals(NamedTuple):
+class ConnectionTimes(NamedTuple):
     """What decides when a connection is over, monotonic seconds."""
 
     connected_at: float
@@ -262,15 +262,15 @@ class Vitals(NamedTuple):
     """NEVER: not authenticated yet."""
 
 
-def next_deadline(bounds: GatewayLimits, vitals: Vitals) -> tuple[float, type[ClientError], str]:
+def next_deadline(bounds: GatewayLimits, times: ConnectionTimes) -> tuple[float, type[ClientError], str]:
     """The moment at which the connection ends if nothing changes, and why it would."""
-    if vitals.token_ends_at == NEVER:
-        at = vitals.connected_at + bounds.auth_timeout_ms / 1000
+    if times.token_ends_at == NEVER:
+        at = times.connected_at + bounds.auth_timeout_ms / 1000
         return at, AuthRequired, "no AUTH in time"
-    silent_at = vitals.heard_at + bounds.silence_ms_max / 1000
-    frame_at = vitals.frame_begun_at + bounds.frame_timeout_ms / 1000
-    first = min(silent_at, frame_at, vitals.token_ends_at)
-    if first == vitals.token_ends_at:
+    silent_at = times.heard_at + bounds.silence_ms_max / 1000
+    frame_at = times.frame_begun_at + bounds.frame_timeout_ms / 1000
+    first = min(silent_at, frame_at, times.token_ends_at)
+    if first == times.token_ends_at:
         return first, Unauthenticated, "token expired"
     return first, HeartbeatLost, "silent" if first == silent_at else "a frame took too long"
 

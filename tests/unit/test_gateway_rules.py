@@ -6,6 +6,7 @@ from qim import limits
 from qim.domain.gateway import (
     DESTINATIONS,
     NEVER,
+    ConnectionTimes,
     Deadlines,
     Destination,
     FailedLogins,
@@ -14,7 +15,6 @@ from qim.domain.gateway import (
     RateTable,
     SendQuotas,
     TokenBucket,
-    Vitals,
     address_key,
     grant,
     is_slow,
@@ -179,22 +179,22 @@ def test_a_peer_is_slow_above_its_bounds_and_not_at_them() -> None:
 
 
 def test_before_the_log_in_only_the_time_for_it_counts() -> None:
-    at, error, _ = next_deadline(BOUNDS, Vitals(5.0, 9.0, NEVER, NEVER))
+    at, error, _ = next_deadline(BOUNDS, ConnectionTimes(5.0, 9.0, NEVER, NEVER))
     assert (at, error) == (15.0, AuthRequired)
 
 
 def test_a_silent_connection_ends_a_ping_and_eight_seconds_after_it_was_heard() -> None:
-    at, error, _ = next_deadline(BOUNDS, Vitals(0.0, 100.0, NEVER, 1_000.0))
+    at, error, _ = next_deadline(BOUNDS, ConnectionTimes(0.0, 100.0, NEVER, 1_000.0))
     assert (at, error) == (133.0, HeartbeatLost)
 
 
 def test_a_trickled_frame_ends_before_the_silence_does() -> None:
-    at, error, reason = next_deadline(BOUNDS, Vitals(0.0, 109.0, 100.0, 1_000.0))
+    at, error, reason = next_deadline(BOUNDS, ConnectionTimes(0.0, 109.0, 100.0, 1_000.0))
     assert (at, error, reason) == (110.0, HeartbeatLost, "a frame took too long")
 
 
 def test_a_talkative_connection_ends_with_its_token() -> None:
-    at, error, _ = next_deadline(BOUNDS, Vitals(0.0, 999.0, NEVER, 1_000.0))
+    at, error, _ = next_deadline(BOUNDS, ConnectionTimes(0.0, 999.0, NEVER, 1_000.0))
     assert (at, error) == (1_000.0, Unauthenticated)
 
 
