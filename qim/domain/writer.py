@@ -159,7 +159,7 @@ def _check_content(
     if len(body) > MESSAGE_BODY_BYTES_MAX:
         raise TooLarge(f"a body is at most {MESSAGE_BODY_BYTES_MAX} bytes")
     if custom_type and len(custom_type.encode()) > CUSTOM_TYPE_BYTES_MAX:
-        raise InvalidArgument(f"custom_type is at most {CUSTOM_TYPE_BYTES_MAX} bytes")
+        raise TooLarge(f"custom_type is at most {CUSTOM_TYPE_BYTES_MAX} bytes")
     if message_type == MessageType.TEXT:
         _check_text(body)
 
