@@ -25,6 +25,7 @@ from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain import writer as rules
+from qim.domain.mailbox import is_news
 from qim.domain.placement import slot_of_bucket
 from qim.errors import (
     ClientError,
@@ -132,6 +133,7 @@ class Commits:
         self.outbox_broken = ""
         """Why the home partition takes nothing; sends are refused while it says something."""
         self._broken_at = 0.0
+        self._unread = 0
         self._now = clock.monotonic()
 
     # --- one pass ------------------------------------------------------------------------------------
@@ -420,8 +422,11 @@ class Commits:
                 self._buckets, older_than_ms=older_than_ms, entries_max=WRITER_BATCH_MESSAGES_MAX + known
             )
         except (StoreUnknown, StoreRefused, StoreBroken) as error:
-            log.warning("recoverer_could_not_read", reason=str(error))
+            self._unread += 1
+            if is_news(self._unread):
+                log.warning("recoverer_could_not_read", attempts=self._unread, reason=str(error))
             return 0
+        self._unread = 0
         adopted = [sending for item in pending if (sending := self._adopt(item))]
         if self.outbox_broken and not (adopted or self.in_flight) and self._is_outbox_due():
             self._mend_outbox()  # nothing is left to try it with: the next send does

@@ -29,7 +29,7 @@ from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain.fanout import PlannedDispatch, plan_dispatches
-from qim.domain.mailbox import backoff_ms
+from qim.domain.mailbox import backoff_ms, is_news
 from qim.domain.placement import Placement
 from qim.errors import (
     FailedPrecondition,
@@ -179,6 +179,7 @@ class Fanout:
     async def _run_planner(self) -> None:
         reader = self._reader
         assert reader is not None
+        failed = 0
         while True:
             await self._room.acquire()
             batch: list[LogRecord] = []
@@ -190,9 +191,12 @@ class Fanout:
                 except PartitionStopped as error:
                     self._stop_reading(error)
                 except StoreError as error:
-                    log.warning("log_read_failed", role=GROUP, reason=str(error))
+                    failed += 1
+                    if is_news(failed):
+                        log.warning("log_read_failed", role=GROUP, attempts=failed, reason=str(error))
                     await asyncio.sleep(backoff_ms(3) / 1000)
                 else:
+                    failed = 0
                     if not batch:
                         return
             self._issued.put_nowait(self._issue(batch))
@@ -265,7 +269,8 @@ class Fanout:
                 log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
                 wanted = await self._append_apart(wanted, issued.batch)
             except (StoreUnknown, StoreRefused) as error:
-                log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
+                if is_news(attempts + 1):
+                    log.warning("dispatch_append_unknown", records=len(wanted), reason=str(error))
             else:
                 wanted = [item for item, offset in zip(wanted, offsets, strict=True) if offset is None]
             if wanted:
@@ -315,7 +320,8 @@ class Fanout:
                         GROUP, {slot: reached[slot] for slot in slots}
                     )
                 except (StoreUnknown, StoreRefused, StoreBroken) as error:
-                    log.warning("position_not_stored", role=GROUP, reason=str(error))
+                    if is_news(attempts + 1):
+                        log.warning("position_not_stored", role=GROUP, reason=str(error))
                 else:
                     del waiting[instance]
             if waiting:

@@ -148,6 +148,7 @@ class Shards:
         """Until cancelled."""
         reader = self._reader
         assert reader is not None
+        failed = 0
         while True:
             await self._room.acquire()
             runs: list[Run] = []
@@ -159,9 +160,12 @@ class Shards:
                 except PartitionStopped as error:
                     self._stop_reading(error)
                 except StoreError as error:
-                    log.warning("log_read_failed", role="mailbox", reason=str(error))
+                    failed += 1
+                    if rules.is_news(failed):
+                        log.warning("log_read_failed", role="mailbox", attempts=failed, reason=str(error))
                     await asyncio.sleep(rules.backoff_ms(3) / 1000)
                 else:
+                    failed = 0
                     if not batch:
                         return
                     runs = self._issue(batch)
@@ -352,11 +356,15 @@ class Shards:
         if shard.held:
             return
         if not at_once:
-            shard.attempts += 1
-            log.warning("shard_held", slot=shard.slot, attempts=shard.attempts, reason=reason)
+            self._note_attempt(shard, reason)
         shard.held = True
         shard.queue.clear()
         self._pause(shard.slot)
+
+    def _note_attempt(self, shard: Shard, reason: str) -> None:
+        shard.attempts += 1
+        if rules.is_news(shard.attempts):
+            log.warning("shard_held", slot=shard.slot, attempts=shard.attempts, reason=reason)
 
     def stop(self, shard: Shard, offset: Offset, dispatch_id: DispatchId, reason: str) -> None:
         """The shard stands still until an operator decides; the others go on."""
@@ -443,8 +451,7 @@ class Shards:
         try:
             state = (await self._store.load_shards([shard.slot])).get(shard.slot)
         except StoreError as error:
-            shard.attempts += 1
-            log.warning("shard_held", slot=shard.slot, attempts=shard.attempts, reason=str(error))
+            self._note_attempt(shard, str(error))
             self._settle(shard)
             return False
         if state is None or state.watermark < shard.watermark or state.base != shard.base:

@@ -132,6 +132,14 @@ def check_start(
     return ""
 
 
+def is_news(attempts: int) -> bool:
+    """Whether the failure of this attempt is logged: the first of a series and ever fewer of the others.
+
+    A store that is away for an hour fails a hundred thousand attempts, and says one thing.
+    """
+    return attempts & (attempts - 1) == 0
+
+
 def backoff_ms(attempts: int) -> int:
     """How long to wait before the next attempt, after so many failed ones."""
     return ROLE_BACKOFF_MS[min(attempts, len(ROLE_BACKOFF_MS)) - 1] if attempts else 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from structlog.testing import capture_logs
 
 from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
 from qim.ids import Offset, SlotId, UserId
@@ -271,3 +272,20 @@ async def test_a_log_that_cannot_be_read_is_read_again(rig: Rig, fanout: Fanout)
     async with rig.running(fanout):
         await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
     assert failing.calls.count("next_batch") >= 2
+
+
+@pytest.mark.shows("F-36")
+async def test_a_log_that_cannot_be_read_for_long_is_told_of_ever_more_seldom(
+    rig: Rig, fanout: Fanout
+) -> None:
+    await fanout.open()
+    reader = fanout._reader
+    assert reader is not None
+    failing = Faulty(reader)
+    failing.fail("next_batch", StoreUnknown("away"), times=9)
+    rig.outbox.inner.open_reader = lambda _positions: failing
+    await _feed(rig, 1)
+    with capture_logs() as logs:
+        async with rig.running(fanout):
+            await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
+    assert [line["attempts"] for line in logs if line["event"] == "log_read_failed"] == [1, 2, 4, 8]
