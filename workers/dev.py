@@ -174,12 +174,15 @@ class Launcher:
             try:
                 code = self._server.wait(WATCH_SECONDS)
             except subprocess.TimeoutExpired:
-                if self._store.has_ended() and not self._waits_for_room():
-                    self._restart_store()
+                self._keep_store()
                 continue
             self._say(f"the server ended by itself with {code}; see {self._folder.log}")
             return code if code > 0 else ExitCode.BUG
         return ExitCode.OK
+
+    def _keep_store(self) -> None:
+        if self._store.has_ended() and not self._waits_for_room():
+            self._restart_store()
 
     def _restart_store(self) -> None:
         now = self._clock.monotonic()
@@ -189,6 +192,8 @@ class Launcher:
         self._say("store      died, starting it again on the same data")
         self._start_store()
         self._say(f"store      pid {self._store.pid}, data in {self._folder.store}")
+        if self._port == 0:
+            return  # not ready yet: the announcement comes with everything else
         try:
             self._announce()
         except ConfigError as error:
@@ -218,6 +223,7 @@ class Launcher:
                 pass
             else:
                 return None
+            self._keep_store()
             status = self._ask_status()
             if status is not None and status["ready"]:
                 self._port = status["port"]

@@ -152,6 +152,15 @@ def test_killed_parts_come_back_and_the_service_is_ready_again(serving: Dev) -> 
     eventually(serving.is_ready, what="all of them", timeout_seconds=20)
 
 
+def test_a_store_killed_before_the_service_is_ready_is_started_again(tmp_path: Path) -> None:
+    with Dev(tmp_path / "data") as dev:
+        eventually(lambda: "init " in dev.text(), what="the store is initialised", timeout_seconds=30)
+        os.kill(int(re.findall(r"^store +pid (\d+)", dev.text(), re.MULTILINE)[-1]), signal.SIGKILL)
+        dev.until_serving()
+        assert "starting it again" in dev.text()
+        assert dev.is_ready()
+
+
 def test_a_killed_launcher_leaves_nothing_behind_and_the_next_start_goes_on(serving: Dev) -> None:
     pids = serving.pids()
     serving.process.kill()
