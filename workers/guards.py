@@ -69,8 +69,6 @@ async def check_outbox(
             offset = seen.get(slot, Offset(-1))
             if slot not in marks:
                 continue  # no log at all: the fan-out stops this partition, alone
-            if slot not in marks:
-                continue  # no log at all: the fan-out stops this partition, alone
             _check_log_is_not_older(instance, slot, offset, marks[slot])
             await _check_store_is_not_older(
                 instance, store, outbox, placement, slot=slot, first=Offset(offset + 1), mark=marks[slot]
