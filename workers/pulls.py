@@ -6,13 +6,13 @@ because each may be large. A read changes nothing; when the store does not answe
 again. Full: RESOURCE_EXHAUSTED. A request that has waited 8 s is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from qim.clock import Clock
 from qim.domain import writer as writer_rules
 from qim.domain.fanout import shard_of
-from qim.errors import ClientError, ResourceExhausted, StoreError, Unavailable
+from qim.errors import ClientError, ResourceExhausted, StoreBroken, StoreError, Unavailable
 from qim.limits import (
     BATCH_BYTES_MAX,
     HISTORY_QUERIES_PER_CALL_MAX,
@@ -21,7 +21,7 @@ from qim.limits import (
     SCRIPT_RUN_ITEMS_MAX,
 )
 from qim.metrics import Metrics
-from qim.ports import MailboxPageQuery, MailboxStore
+from qim.ports import MailboxPage, MailboxPageQuery, MailboxStore
 from qim.wire.bodies import PullMailbox, build_mailbox_batch, clamp_page, decode_body
 from qim.wire.layout import Op
 from workers.commits import NOTHING_WRITTEN, reply_error
@@ -74,22 +74,35 @@ class Pulls:
         parts = [asked[start : start + step] for start in range(0, len(asked), step)]
         calls = [self._store.read_mailbox([query for _request, query in part]) for part in parts]
         for part, call in zip(parts, calls, strict=True):
-            try:
-                pages = await call
-            except StoreError:
-                for request, _query in part:
-                    reply_error(request, NOTHING_WRITTEN)
-                continue
-            for (request, _query), page in zip(part, pages, strict=True):
-                frame = build_mailbox_batch(
-                    request.request_id,
-                    entries=page.entries,
-                    covered_through=page.covered_through,
-                    more=page.more,
-                    rebuild=page.rebuild,
-                )
-                request.origin.reply(request, frame)
-            self._metrics.mailbox_pulls += len(part)
+            await self._reply(part, call)
+
+    async def _reply(
+        self, part: Sequence[tuple[Request, MailboxPageQuery]], call: Awaitable[list[MailboxPage]]
+    ) -> None:
+        try:
+            pages = await call
+        except StoreBroken:
+            # One user's broken mailbox fails the call of all; asked one by one, only that user is refused.
+            if len(part) > 1:
+                for request, query in part:
+                    await self._reply([(request, query)], self._store.read_mailbox([query]))
+            else:
+                reply_error(part[0][0], NOTHING_WRITTEN)
+            return
+        except StoreError:
+            for request, _query in part:
+                reply_error(request, NOTHING_WRITTEN)
+            return
+        for (request, _query), page in zip(part, pages, strict=True):
+            frame = build_mailbox_batch(
+                request.request_id,
+                entries=page.entries,
+                covered_through=page.covered_through,
+                more=page.more,
+                rebuild=page.rebuild,
+            )
+            request.origin.reply(request, frame)
+        self._metrics.mailbox_pulls += len(part)
 
 
 def _plan(request: Request) -> MailboxPageQuery:

@@ -311,6 +311,7 @@ class _Asked(NamedTuple, Generic[Query, Answer]):
 
     asked: list[tuple[Request, Query]]
     call: Awaitable[list[Answer]]
+    ask: Callable[[Sequence[Query]], Awaitable[list[Answer]]]
 
 
 def _call_in_runs(
@@ -321,17 +322,24 @@ def _call_in_runs(
     if not asked:
         return []
     runs = [asked[start : start + items_max] for start in range(0, len(asked), items_max)]
-    return [_Asked(run, method([query for _request, query in run])) for run in runs]
+    return [_Asked(run, method([query for _request, query in run]), method) for run in runs]
 
 
 async def _answer(
     parts: list[_Asked[Query, Answer]], reply: Callable[[Request, Query, Answer], None]
 ) -> None:
-    """Reads change nothing, so whatever went wrong, the client is told to ask again."""
+    """Reads change nothing and marks only rise, so whatever went wrong, the client is told to ask again."""
     for part in parts:
         try:
             answers = await part.call
-        except (StoreUnknown, StoreRefused, StoreBroken):
+        except StoreBroken:
+            # One broken conversation fails the call of all; asked one by one, only that one is refused.
+            if len(part.asked) > 1:
+                alone = [_Asked([one], part.ask([one[1]]), part.ask) for one in part.asked]
+                await _answer(alone, reply)
+            else:
+                reply_error(part.asked[0][0], NOTHING_WRITTEN)
+        except (StoreUnknown, StoreRefused):
             for request, _query in part.asked:
                 reply_error(request, NOTHING_WRITTEN)
         else:

@@ -9,7 +9,7 @@ from qim.domain.mailbox import read_dispatch
 from qim.domain.presence import Session
 from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
 from qim.ids import DeviceId, Epoch, MailboxSeq, Offset, SessionId, SlotId, UserId, WorkerId
-from qim.ports import MailboxWrite, Materialised
+from qim.ports import MailboxPageQuery, MailboxWrite, Materialised
 from qim.wire.bodies import MailboxBatch, PullMailbox, encode_body
 from qim.wire.layout import Op
 from tests.unit.workers.rig import (
@@ -431,6 +431,20 @@ async def test_a_pull_fails_with_a_word_when_the_store_is_away(rig: Rig, mailbox
         mailbox.submit(rig.bob.request(Op.PULL_MAILBOX, encode_body(PullMailbox(MailboxSeq(0), 10))))
         await happens(lambda: len(rig.bob.answers) == 2, what="the answers")
     assert rig.bob.errors == [1003, 2001]
+
+
+@pytest.mark.shows("X9")
+async def test_a_mailbox_that_cannot_be_read_spares_the_pulls_of_others(rig: Rig, mailbox: Mailbox) -> None:
+    def broken(queries: Sequence[MailboxPageQuery]) -> StoreError | None:
+        return StoreBroken("wrong type") if any(query.user == BOB for query in queries) else None
+
+    rig.mailboxes.before["read_mailbox"] = broken
+    for client in (rig.alice, rig.bob):
+        mailbox.submit(client.request(Op.PULL_MAILBOX, encode_body(PullMailbox(MailboxSeq(0), 10))))
+    async with rig.running(mailbox):
+        await happens(lambda: rig.alice.answers and rig.bob.answers, what="the answers")
+    assert rig.bob.errors == [2001]
+    assert isinstance(rig.alice.answers[0][1], MailboxBatch)
 
 
 @pytest.mark.shows("M1", "M2")

@@ -10,7 +10,7 @@ from qim.adapters.commits_memory import MemoryCommitStore
 from qim.errors import StoreBroken, StoreError, StoreRefused, StoreUnknown
 from qim.ids import Seq, WorkerId
 from qim.limits import SCRIPT_RUN_ITEMS_MAX, WRITER_WAITING_MESSAGES_MAX
-from qim.ports import MessageKey, Reservation
+from qim.ports import HistoryQuery, MessageKey, Reservation
 from qim.wire.bodies import HistoryBatch, MarkRead, MarkReadAck, PullHistory, Target, encode_body
 from qim.wire.layout import Op
 from tests.unit.workers.rig import BOB, BUCKET, Rig, message_id, slot_of_conversation
@@ -371,6 +371,23 @@ async def test_a_broken_outbox_partition_with_nothing_left_to_try_is_tried_by_th
     rig.clock.advance(milliseconds=9_000)
     await writer.recover_once()
     assert not writer.stopped
+
+
+@pytest.mark.shows("X9")
+async def test_a_conversation_that_cannot_be_read_spares_the_readers_of_others(
+    rig: Rig, writer: Writer
+) -> None:
+    def broken(queries: list[HistoryQuery]) -> StoreError | None:
+        return StoreBroken("wrong type") if any(query.bucket == BUCKET for query in queries) else None
+
+    rig.commits.before["read_history"] = broken
+    for target in (b"carol-0123456789", BOB, b"dave-0123456789a"):
+        body = encode_body(PullHistory(Target(1, target)))
+        writer.submit(rig.alice.request(Op.PULL_HISTORY, body))
+    async with rig.running(writer):
+        await _answered(rig, 3)
+    assert rig.alice.errors == [UNAVAILABLE]
+    assert [isinstance(body, HistoryBatch) for _id, body in rig.alice.answers] == [True, False, True]
 
 
 async def test_a_stale_owner_commits_nothing_and_says_so_at_once(rig: Rig, writer: Writer) -> None:
