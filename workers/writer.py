@@ -6,9 +6,9 @@ holds the steps. One window per core instance: up to four passes are in flight o
 lanes from one inbox, so a slow instance does not stop the others and one round trip hides another. A lane
 issues its reservations in the step of the loop in which it took its requests: sequences follow arrival.
 
-While a pass is under way the next one waits for a full run of a script, or for the end of the pass: what
-comes meanwhile goes together. A pass of one costs almost as much as a pass of ten, and the wait has no timer
-of its own: it is the round trip that is being waited for anyway.
+A pass of one costs almost as much as a pass of ten, so small passes keep a distance: while one is under way,
+and until `WRITER_PASS_INTERVAL_MS` after its begin, the next one waits for a full run of a script. A request
+that comes after a silence waits for nothing; one timer per pass, none per request.
 
 Page reads go out before the reservations of their pass and behind every mark called before, on the same
 connection: who was acknowledged reads what was committed.
@@ -50,6 +50,7 @@ from qim.limits import (
     STORE_MEMORY_RATIO_MAX,
     WRITER_BATCH_BYTES_MAX,
     WRITER_BATCH_MESSAGES_MAX,
+    WRITER_PASS_INTERVAL_MS,
     WRITER_WAITING_MESSAGES_MAX,
 )
 from qim.metrics import Metrics
@@ -299,11 +300,23 @@ class _Instance:
         durable = await self.commits.finish(reserving)
         self._under_way -= 1
         if not self._under_way:
-            self.inbox.expect(1)
+            self._open_at(started + WRITER_PASS_INTERVAL_MS / 1000)
         await self.commits.settle(durable)
         self._metrics.writer_batches += 1
         self._metrics.writer_batch_messages += len(sends)
         self._metrics.writer_pass.observe(self._clock.monotonic() - started)
+
+    def _open_at(self, due: float) -> None:
+        """Lets the next pass begin with whatever is there, from that moment (monotonic seconds) on."""
+        wait = due - self._clock.monotonic()
+        if wait > 0:
+            asyncio.get_running_loop().call_later(wait, self._open)
+        else:
+            self._open()
+
+    def _open(self) -> None:
+        if not self._under_way:
+            self.inbox.expect(1)
 
 
 class _Asked(NamedTuple, Generic[Query, Answer]):
