@@ -446,6 +446,18 @@ class Commits:
         self.in_flight[item.key] = sending
         return sending
 
+    def retry(self, slot: SlotId) -> bool:
+        """Sends to the slot again, and lets the recoverer try again what it could not finish there."""
+        given_up = [key for key in self.unfinishable if slot_of_bucket(key.bucket) == slot]
+        for key in given_up:
+            del self.unfinishable[key]
+        if slot in self.stopped:
+            del self.stopped[slot]
+            self._metrics.slot_stopped[slot] -= 1
+            log.info("slot_resumed", role="writer", slot=slot)
+            return True
+        return bool(given_up)
+
     def _note_unfinishable(self, sending: Sending, error: QimError) -> None:
         slot = slot_of_bucket(sending.key.bucket)
         if sending.key not in self.unfinishable:  # a client that asks again and again is no news

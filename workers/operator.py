@@ -146,7 +146,10 @@ class _Operator:
         return {"stopped": rows, "unfinished": dict(roles.writer.stopped)}
 
     def retry_outbox(self, *, slot: int) -> Answer:
-        self._roles().fanout.retry(SlotId(slot))
+        roles = self._roles()
+        resumed = roles.writer.retry(SlotId(slot))
+        if SlotId(slot) in roles.fanout.stopped or not resumed:
+            roles.fanout.retry(SlotId(slot))
         return {"slot": slot, "retried": True}
 
     async def skip_outbox(self, *, slot: int, offset: int) -> Answer:

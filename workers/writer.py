@@ -211,6 +211,10 @@ class Writer:
             recovered += await instance.commits.recover(older_than_ms=older_than_ms)
         return recovered
 
+    def retry(self, slot: SlotId) -> bool:
+        """An operator has mended the slot's keys; False when nothing of it was given up here."""
+        return any(instance.commits.retry(slot) for instance in self._instances.values())
+
     async def _run_recoverer(self) -> None:
         while True:
             await asyncio.sleep(RECOVER_INTERVAL_MS / 1000)

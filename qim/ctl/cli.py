@@ -18,7 +18,7 @@ from qim.errors import ControlError, ExitCode, QimError
 
 app = App(name="qimctl", help="Look after a qim server.", version_flags=[], help_format="plaintext")
 mailbox_app = App(name="mailbox", help="Stopped mailbox shards: show, retry, skip, redeliver one record.")
-outbox_app = App(name="outbox", help="Stopped Outbox partitions: show, retry, skip one record.")
+outbox_app = App(name="outbox", help="Stopped Outbox partitions and slots of the writer: show, retry, skip one record.")
 app.command(mailbox_app)
 app.command(outbox_app)
 

@@ -431,9 +431,17 @@ async def test_a_store_that_contradicts_itself_stops_one_slot_and_spares_the_oth
         rig.send(writer, 4)
         rig.send(writer, 5, target=other)
         await _answered(rig, 5)
-    assert rig.alice.errors == [DEADLINE_EXCEEDED, UNAVAILABLE]
-    assert [ack.client_message_id for ack in rig.alice.acks] == [message_id(n) for n in (1, 3, 5)]
-    assert list(writer.stopped) == [f"slot {slot_of_conversation()}"]
+        assert rig.alice.errors == [DEADLINE_EXCEEDED, UNAVAILABLE]
+        assert [ack.client_message_id for ack in rig.alice.acks] == [message_id(n) for n in (1, 3, 5)]
+        assert list(writer.stopped) == [f"slot {slot_of_conversation()}"]
+        rig.commits.before.clear()
+        assert writer.retry(slot_of_conversation())
+        assert not writer.retry(slot_of_conversation())
+        rig.send(writer, 4)
+        await _answered(rig, 6)
+    assert rig.alice.acks[-1].client_message_id == message_id(4)
+    assert not writer.stopped
+    assert not any(rig.metrics.slot_stopped)
 
 
 @pytest.mark.shows("C11")
