@@ -341,11 +341,12 @@ class Fanout:
         slots = self._slots if error.partition is None else (SlotId(error.partition),)
         for slot in slots:
             if slot in self.positions and slot not in self.stopped:
-                self._stop(slot, Offset(self.positions[slot] + 1), str(error))
+                read = self._planned.get(slot, self.positions[slot])
+                self._stop(slot, Offset(read + 1), str(error))
 
     def retry(self, slot: SlotId) -> None:
         """Reads the partition again from its position. The operator has mended what was in the way."""
-        self._resume(slot, self._stopped_at(slot), self.positions[slot])
+        self._resume(slot, self._stopped_at(slot), self._reached.get(slot, self.positions[slot]))
 
     async def skip(self, slot: SlotId, offset: Offset) -> None:
         """Gives up the one record that the partition stands at: it is never dispatched."""

@@ -195,7 +195,7 @@ class Mailbox:
         instance, shard, stopped = self._stopped_at(slot)
         if stopped.offset != offset or offset != shard.position + 1:
             raise FailedPrecondition(f"slot {slot} stands at {shard.position + 1}, not at {offset}")
-        record = await self._record_at(slot, offset)
+        record = await self._record_at(instance, slot, offset)
         outcome = await instance.serial.skip(shard, _named_write(shard, record, now_ms=self._clock.now_ms()))
         if outcome is not Materialised.DONE:
             raise FailedPrecondition(f"slot {slot} cannot skip {offset}: {outcome.value}")
@@ -204,8 +204,8 @@ class Mailbox:
 
     async def redeliver(self, slot: SlotId, offset: Offset) -> int:
         """Dispatches a record again for the recipients who do not hold it; how many they are."""
-        record = await self._record_at(slot, offset)
         instance, shard = self._shard(slot)
+        record = await self._record_at(instance, slot, offset)
         if offset > shard.position:
             raise FailedPrecondition(f"slot {slot} has not passed {offset} yet")
         try:
@@ -228,11 +228,12 @@ class Mailbox:
         log.warning("record_redelivered", slot=slot, offset=offset, recipients=len(missing))
         return len(missing)
 
-    async def _record_at(self, slot: SlotId, offset: Offset) -> LogRecord:
-        records = await self._dispatch.read(slot, offset, records_max=1)
-        if not records or records[0].offset != offset:
+    @staticmethod
+    async def _record_at(instance: _Instance, slot: SlotId, offset: Offset) -> LogRecord:
+        data = await instance.shards.read_record(slot, offset)
+        if data is None:
             raise FailedPrecondition(f"the log does not hold record {offset} of slot {slot}")
-        return records[0]
+        return LogRecord(slot, offset, data)
 
     def _shard(self, slot: SlotId) -> tuple[_Instance, Shard]:
         instance = self._instances.get(self._placement.mailbox_instance_of(slot))

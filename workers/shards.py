@@ -119,10 +119,7 @@ class Shards:
         self, slot: SlotId, state: ShardState, low: Offset, high: Offset, identity: bytes
     ) -> str:
         position = rules.position_of(base=state.base, watermark=state.watermark)
-        found = None
-        if low <= position < high:
-            records = await self._dispatch.read(slot, position, records_max=1)
-            found = records[0].data if records and records[0].offset == position else None
+        found = await self.read_record(slot, position) if low <= position < high else None
         return rules.check_start(
             position=position,
             low=low,
@@ -132,6 +129,14 @@ class Shards:
             stored_dispatch=state.dispatch_id,
             found=found,
         )
+
+    async def read_record(self, slot: SlotId, offset: Offset) -> bytes | None:
+        """The record at a place; empty where one stands that cannot be read, None where none does."""
+        try:
+            records = await self._dispatch.read(slot, offset, records_max=1)
+        except StoreBroken:
+            return b""
+        return records[0].data if records and records[0].offset == offset else None
 
     def _refuse(self, slot: SlotId, reason: str) -> None:
         self.unopened[slot] = StoppedShard(rules.NOTHING_FINISHED, DispatchId(b""), reason)
@@ -384,7 +389,8 @@ class Shards:
         for slot in slots:
             shard = self.shards.get(slot)
             if shard is not None:
-                self.stop(shard, Offset(shard.position + 1), DispatchId(b""), str(error))
+                read = rules.position_of(base=shard.base, watermark=shard.sent) + len(shard.queue)
+                self.stop(shard, Offset(read + 1), DispatchId(b""), str(error))
 
     def served(self, shard: Shard) -> None:
         """A serial lane is through with the queue of the shard, or the shard is held."""

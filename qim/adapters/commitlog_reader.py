@@ -227,13 +227,16 @@ class RedisLogReader:
                 for entry in entries:
                     cursor.accept(*unpack_entry(entry))
             except (ValueError, TypeError, IndexError, struct.error) as error:
-                stopped = stopped or self._unreadable(cursor, error)
-                self._stale.add(cursor.partition)
+                stopped = stopped or self._refusal(cursor, self._unreadable(cursor, error))
             except PartitionStopped as error:
-                stopped = stopped or error
-                self._stale.add(cursor.partition)
+                stopped = stopped or self._refusal(cursor, error)
         if stopped is not None:
             raise stopped
+
+    def _refusal(self, cursor: Cursor, error: PartitionStopped) -> PartitionStopped | None:
+        """What stands in front of the bad place is handed out first: who is told stands right before it."""
+        self._stale.add(cursor.partition)
+        return None if cursor.buffer else error
 
     async def _sweep(self) -> None:
         asked = [_ask(cursor) for cursor in self._cursors.by_partition.values()]

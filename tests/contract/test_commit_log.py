@@ -369,6 +369,23 @@ async def test_a_partition_that_cannot_be_read_is_named_and_the_others_are_read_
     await pipe.close()
 
 
+@pytest.mark.shows("F-34", "X9")
+async def test_what_stands_in_front_of_a_bad_entry_is_handed_out_before_it_is_told_of(
+    store_server: StoreServer,
+) -> None:
+    pipe = await _pipe(store_server)
+    await pipe.command("FLUSHALL")
+    log = RedisCommitLog(pipe, "outbox")
+    await RedisCommitLog(pipe, "outbox").append([(A, b"one"), (A, b"two")])
+    await pipe.command("XADD", log.keys[A], "3-0", "none of", "ours")
+    reader = log.open_reader({A: START})
+    assert data_of(await take(reader, 2)) == [b"one", b"two"]
+    with pytest.raises(PartitionStopped):
+        await take(reader, 1)
+    await reader.close()
+    await pipe.close()
+
+
 async def test_a_counter_that_is_no_number_is_read_from_the_stream(store_server: StoreServer) -> None:
     pipe = await _pipe(store_server)
     await pipe.command("FLUSHALL")

@@ -210,6 +210,25 @@ async def test_a_restart_directly_behind_a_skipped_record_starts(rig: Rig, mailb
     assert not later.stopped
 
 
+@pytest.mark.shows("X9", "F-34")
+async def test_an_entry_that_cannot_be_read_is_skipped_under_a_made_up_name_and_a_restart_knows_it(
+    rig: Rig, mailbox: Mailbox
+) -> None:
+    def broken(slot: SlotId, offset: Offset) -> StoreError | None:
+        return StoreBroken("entry") if (slot, offset) == (A, 0) else None
+
+    await rig.dispatch.append([(A, b"garbage")])
+    rig.dispatch.before["read"] = broken
+    async with rig.running(mailbox):
+        await _stops(mailbox, rig, A)
+        await mailbox.skip(A, Offset(0))
+    later = rig.roles().mailbox
+    await _feed(rig, 1)
+    async with rig.running(later):
+        await _reaches(later, rig, {A: 2})
+    assert not later.stopped
+
+
 def _with_another_digest(record: bytes) -> bytes:
     return record[:38] + b"another!" + record[46:]
 
