@@ -99,6 +99,10 @@ class Probe:
         """Writes a request and returns its future answer; many may be on their way."""
         self._next_request += 1
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        if self._reading.done():
+            answer.set_exception(ConnectionError("the connection has ended"))
+            answer.exception()  # nobody may be waiting for this one
+            return answer
         self._answers[self._next_request] = answer
         self.writer.write(bodies.build_message(op, self._next_request, body))
         return answer

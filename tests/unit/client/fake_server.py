@@ -77,7 +77,7 @@ class FakeServer:
         self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._tls.minimum_version = ssl.TLSVersion.TLSv1_3
         self._tls.set_alpn_protocols([ALPN])
-        authority.issue_cert("127.0.0.1").configure_cert(self._tls)
+        authority.issue_cert("127.0.0.1", "localhost").configure_cert(self._tls)
         self.frames: list[tuple[int, Any]] = []
         self.refusals: defaultdict[int, deque[ClientError]] = defaultdict(deque)
         self.silent_ops: set[int] = set()
