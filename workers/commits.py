@@ -324,6 +324,7 @@ class Commits:
                     committed += await self._marked(Marking([sending], alone))
                 return committed
             self._note_unfinishable(mark.run[0], error)
+            self._stop_slot(mark.run[0], error)
         else:
             for sending, result in zip(mark.run, results, strict=True):
                 if result.outcome is Committed.COMMITTED:
@@ -373,12 +374,15 @@ class Commits:
             del self.in_flight[sending.key]
 
     def _break(self, sending: Sending, error: StoreBroken) -> None:
+        self._stop_slot(sending, error)
+        self._give_up([sending], UNKNOWN)
+
+    def _stop_slot(self, sending: Sending, error: StoreBroken) -> None:
         slot = slot_of_bucket(sending.key.bucket)
         if slot not in self.stopped:
             log.error("slot_stopped", role="writer", slot=slot, reason=str(error))
             self._metrics.slot_stopped[slot] += 1
         self.stopped[slot] = str(error)
-        self._give_up([sending], UNKNOWN)
 
     def _break_outbox(self, reason: str) -> None:
         # Another process would meet the same partition; ending this one would only take the reads away too.

@@ -338,6 +338,27 @@ async def test_a_read_that_the_store_refuses_is_asked_again_by_the_client(rig: R
     assert rig.alice.errors == [UNAVAILABLE]
 
 
+@pytest.mark.shows("X9", "C2", "C7")
+async def test_a_store_that_cannot_commit_what_is_durable_stops_the_slot_instead_of_piling_it_up(
+    rig: Rig, writer: Writer
+) -> None:
+    rig.commits.fail("mark_committed", StoreBroken("wrong type"), times=1_000)
+    async with rig.running(writer):
+        rig.send(writer, 1, 2)
+        await happens(lambda: bool(writer.stopped), what="the slot stops")
+        rig.send(writer, 3)
+        await _answered(rig, 3)
+        assert rig.alice.errors == [UNAVAILABLE]
+        assert rig.head() == (2, 0)
+        rig.commits.before.clear()
+        assert writer.retry(slot_of_conversation())
+        assert await writer.recover_once(older_than_ms=-1) == 2
+        rig.send(writer, 3)
+        await _answered(rig, 4)
+        await happens(lambda: rig.head() == (3, 3), what="everything is committed")
+    assert not writer.stopped
+
+
 @pytest.mark.shows("X9", "C7")
 async def test_a_broken_outbox_partition_refuses_sends_serves_reads_and_goes_on_when_it_is_whole(
     rig: Rig, writer: Writer
