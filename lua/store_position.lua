@@ -10,7 +10,9 @@ end
 local stored = redis.call('HMGET', positions, unpack(partitions))
 local raised = {}
 for i = 1, #partitions do
-  if not stored[i] or tonumber(stored[i]) < tonumber(ARGV[2 * i]) then
+  -- What is no number counts as absent: it must not hold up the positions of the other partitions.
+  local known = tonumber(stored[i] or nil)
+  if not known or known < tonumber(ARGV[2 * i]) then
     raised[#raised + 1] = partitions[i]
     raised[#raised + 1] = ARGV[2 * i]
   end

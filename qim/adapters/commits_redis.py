@@ -389,8 +389,9 @@ def _read_marks(reply: list[int]) -> list[ReadMarkResult]:
 
 def _stored(partitions: Sequence[SlotId], parts: list[list[bytes | None]]) -> dict[SlotId, Offset]:
     texts = parts[0] if parts else []
+    known = zip(partitions, texts, strict=False)
     return {
-        slot: Offset(int(text)) for slot, text in zip(partitions, texts, strict=False) if text is not None
+        slot: Offset(int(text)) for slot, text in known if text is not None and text.lstrip(b"-").isdigit()
     }
 
 

@@ -33,6 +33,17 @@ async def test_a_wrong_type_is_refused_before_any_write(store_server: StoreServe
         assert await picture(pipe) == before
 
 
+@pytest.mark.shows("X9")
+async def test_a_position_that_is_no_number_counts_as_absent_and_holds_up_no_other(
+    store_server: StoreServer,
+) -> None:
+    async with opened_store(store_server) as (store, pipe):
+        await pipe.command("HSET", keys.position_key("fanout"), ONE, "garbage", TWO, 3)
+        assert await store.load_positions("fanout", [ONE, TWO]) == {TWO: 3}
+        await store.store_positions("fanout", {ONE: Offset(7), TWO: Offset(8)})
+        assert await store.load_positions("fanout", [ONE, TWO]) == {ONE: 7, TWO: 8}
+
+
 async def test_a_full_server_still_takes_positions(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, pipe):
         await pipe.command("CONFIG", "SET", "maxmemory", "1mb")
