@@ -101,7 +101,11 @@ def read_layers(
 def _mapping_layer(values: Mapping[str, object], *, origin: str) -> Layer:
     layer = Layer()
     for dotted, value in values.items():
-        if value is not None:
+        if value is None:
+            continue
+        if (problem := unknown_key(dotted)) is not None:
+            layer.problems.append(f"{origin}: {problem}")
+        else:
             layer.put(dotted, value, origin)
     return layer
 

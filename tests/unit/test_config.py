@@ -154,6 +154,12 @@ def test_bad_input_is_named_with_its_line_and_never_quoted(tmp_path: Path, text:
     assert CANARY not in "\n".join(problems)
 
 
+def test_an_unknown_key_on_the_command_line_is_refused_like_one_in_a_file() -> None:
+    [problem, other] = _problems(None, overrides={"gateway.prt": 1, "gatway.port": 2})
+    assert problem.startswith("command line: gateway.prt: there is no such key, did you mean port?")
+    assert other.startswith("command line: gatway.port: there is no section [gatway], did you mean gateway?")
+
+
 def test_a_secret_in_the_environment_is_refused_and_not_printed() -> None:
     problems = _problems(None, environ={"QIM__REDIS__PASSWORD": CANARY})
     assert problems == [
