@@ -48,7 +48,8 @@ class Secret:
     __slots__ = ("_value",)
 
     def __init__(self, value: str) -> None:
-        self._value = value
+        # A file that a shell wrote ends with a newline, which no token holds.
+        self._value = value.strip()
 
     def reveal(self) -> str:
         return self._value

@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 
 class Client:
-    """One account on this device; methods block the calling thread."""
+    """One account on this device; methods block the calling thread.
+
+    Each method does what the method of `AsyncClient` of the same name says, and raises the same. Another
+    device of the same user on one machine is another `data_dir`.
+    """
 
     def __init__(
         self,
@@ -142,6 +146,10 @@ class Client:
         self._call(renew())
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            # Nobody would run it: the caller would wait for ever.
+            coroutine.close()
+            raise RuntimeError("the client is used inside `with`; it is not entered or already closed")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

@@ -157,7 +157,7 @@ class AsyncClient:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(waiter)
         except TimeoutError as error:
-            raise Timeout("no acknowledgement in time; the message stays queued") from error
+            raise Timeout(self._running.work.describe_silence()) from error
 
     async def queue(
         self,
@@ -268,7 +268,7 @@ class AsyncClient:
     @property
     def _running(self) -> Engine:
         if self._engine is None:
-            raise RuntimeError("the client is used inside `async with`")
+            raise RuntimeError("the client is used inside `with` or `async with`")
         return self._engine
 
 
@@ -282,6 +282,9 @@ def answered_range(page: HistoryBatch, messages: list[Message], *, before: Seq) 
 
 def check_content(body: str | bytes, message_type: int, custom_type: str) -> bytes:
     """The bytes to send. Raises MessageRejected for what the server would refuse; nothing is stored then."""
+    if not isinstance(body, str | bytes | bytearray | memoryview):
+        # bytes(5) would be five zeros, sent without a word.
+        raise TypeError(f"a body is str or bytes, not {type(body).__name__}")
     try:
         raw = body.encode() if isinstance(body, str) else bytes(body)
         if message_type == MessageType.TEXT and not isinstance(body, str):

@@ -115,6 +115,11 @@ class Work:
         self._pull_not_before = 0.0
         self._next_ping_at = 0.0
 
+    def describe_silence(self) -> str:
+        """For who waited in vain: without a connection, its last reason is what has to be mended."""
+        cause = "" if self.transport is not None else f" (not connected: {self.last_end})"
+        return f"no acknowledgement in time; the message stays queued{cause}"
+
     # --- told by the engine
 
     async def load(self) -> None:

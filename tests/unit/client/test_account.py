@@ -31,6 +31,10 @@ def test_one_server_written_in_several_ways_is_one_scope(same: str) -> None:
     assert path_of(same, build_token()) == path_of("chat.example:7443", build_token())
 
 
+def test_the_newline_that_a_shell_puts_behind_a_token_is_not_sent() -> None:
+    assert Secret(f"{build_token()}\n").reveal() == build_token()
+
+
 @pytest.mark.shows("K7")
 def test_another_server_tenant_or_user_is_another_file() -> None:
     paths = {

@@ -66,14 +66,32 @@ async def test_the_blocking_client_raises_what_the_other_raises(
                 client.mark_read(PEER, 1)
             assert raised.value.retry_after == 1.5
             server.silent_ops.add(Op.SEND_MESSAGE)
-            with pytest.raises(Timeout):
+            with pytest.raises(Timeout) as late:
                 client.send(PEER, "x", timeout=0.05)
+            assert "not connected" not in str(late.value)
+            with pytest.raises(TypeError, match="not int"):
+                client.send(PEER, 5)  # type: ignore[arg-type]  # what a program without types does
         server.login_refusal = Unauthenticated("no")
         with pytest.raises(AuthError), Client(server.endpoint, build_token(), data_dir=tmp_path, ca=ca):
             pass
 
     await in_thread(work)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("qim-")]
+
+
+async def test_a_client_outside_its_with_block_says_so_instead_of_waiting(
+    server: FakeServer, ca: Path, tmp_path: Path
+) -> None:
+    def work() -> None:
+        client = Client(server.endpoint, build_token(), data_dir=tmp_path, ca=ca)
+        with pytest.raises(RuntimeError, match="not entered"):
+            client.conversations()
+        with client:
+            client.conversations()
+        with pytest.raises(RuntimeError, match="already closed"):
+            client.send(PEER, "x")
+
+    await in_thread(work)
 
 
 async def test_a_reader_that_does_not_read_loses_the_oldest_events_and_is_told() -> None:

@@ -170,7 +170,7 @@ async def test_a_message_queued_without_a_network_goes_out_from_the_next_process
         assert (queued.state, queued.client_message_id) == (MessageState.QUEUED, cmid)
         with pytest.raises(Disconnected):
             await client.history(PEER)
-        with pytest.raises(Timeout):
+        with pytest.raises(Timeout, match=r"not connected: .*Connect call failed"):
             await client.send(PEER, "second", timeout=0.05)
     await server.start(port)
     _, reader = await enter()
