@@ -103,10 +103,11 @@ class DevFolder:
     def prepare(self, *, address: str, port: int, workers: int | None) -> None:
         """Makes what is missing and writes the configuration."""
         self._make_certificate()
-        if not self.token_key.exists():
+        token_public = self.path / "token-public.pem"
+        if not (self.token_key.exists() and token_public.exists()):
             private, public = generate_key_pair()
             write_private(self.token_key, private)
-            write_private(self.path / "token-public.pem", public)
+            write_private(token_public, public)
         write_private(self.config, self._config_text(address, port, workers).encode())
 
     def _config_text(self, address: str, port: int, workers: int | None) -> str:
@@ -137,7 +138,11 @@ class DevFolder:
     def _make_certificate(self) -> None:
         now = datetime.fromtimestamp(self._clock.now_ms() / 1000, tz=UTC)
         if self.certificate.exists() and (self.path / "key.pem").exists():
-            present = x509.load_pem_x509_certificate(self.certificate.read_bytes())
+            try:
+                present = x509.load_pem_x509_certificate(self.certificate.read_bytes())
+            except ValueError:
+                problem = f"{self.certificate}: not a certificate in PEM form; remove it to get a new one"
+                raise ConfigError([problem]) from None
             if present.not_valid_after_utc > now + timedelta(days=RENEW_DAYS):
                 return
         key, certificate = make_certificate(now)

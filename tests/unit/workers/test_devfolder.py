@@ -89,3 +89,23 @@ def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
         open_folder(tmp_path / "file" / "data", clock=SystemClock()),
     ):
         pass
+
+
+def test_keys_that_lost_their_other_half_are_made_anew(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "d", clock=SystemClock()) as folder:
+        folder.prepare(address="127.0.0.1", port=0, workers=None)
+        before = folder.token_key.read_bytes()
+        (folder.path / "token-public.pem").unlink()
+        folder.prepare(address="127.0.0.1", port=0, workers=None)
+        assert folder.token_key.read_bytes() != before
+        assert (folder.path / "token-public.pem").exists()
+
+
+def test_a_damaged_certificate_is_named_with_what_to_do(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "d", clock=SystemClock()) as folder:
+        folder.prepare(address="127.0.0.1", port=0, workers=None)
+        folder.certificate.write_text("x")
+        with pytest.raises(ConfigError, match=r"certificate\.pem: not a certificate in PEM form; remove it"):
+            folder.prepare(address="127.0.0.1", port=0, workers=None)
+        folder.certificate.unlink()
+        folder.prepare(address="127.0.0.1", port=0, workers=None)
