@@ -229,7 +229,7 @@ class Commits:
             return self._take_stored(sending, result.record)
         if outcome is Reserved.COMMITTED:
             sending.repeated = True
-            self._settle(sending)
+            self._answer_known(sending)
             return False
         if outcome is Reserved.CONFLICT:
             self._metrics.writer_conflicts += 1
@@ -338,7 +338,7 @@ class Commits:
 
     # --- answers -------------------------------------------------------------------------------------
 
-    def _settle(self, sending: Sending) -> None:
+    def _answer_known(self, sending: Sending) -> None:
         self._settle_requests(sending)
         self._leave(sending)
 
@@ -425,7 +425,7 @@ class Commits:
             pending = await self._store.read_pending(
                 self._buckets, older_than_ms=older_than_ms, entries_max=WRITER_BATCH_MESSAGES_MAX + known
             )
-        except (StoreUnknown, StoreRefused, StoreBroken) as error:
+        except StoreError as error:
             self._unread += 1
             if is_news(self._unread):
                 log.warning("recoverer_could_not_read", attempts=self._unread, reason=str(error))

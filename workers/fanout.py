@@ -52,6 +52,8 @@ log = get_logger()
 
 GROUP: Final = "fanout"
 NOTHING_FINISHED: Final = Offset(-1)
+READ_AGAIN_ATTEMPT: Final = 3
+"""A log that cannot be read is asked again after the pause of a third attempt, every time."""
 DRAIN_POLL_SECONDS: Final = 0.02
 
 
@@ -131,9 +133,9 @@ class Fanout:
         going = [slot for slot in self.positions if slot not in self.stopped and not self._missed.holds(slot)]
         try:
             marks = await self._outbox.watermarks(going)
-        except (StoreUnknown, StoreRefused, StoreBroken):
+        except StoreError:
             return True
-        return any(self.positions[slot] + 1 < mark.high for slot, mark in marks.items())
+        return any(mark.behind(self.positions[slot]) > 0 for slot, mark in marks.items())
 
     @property
     def broken(self) -> dict[SlotId, str]:
@@ -194,7 +196,7 @@ class Fanout:
                     failed += 1
                     if is_news(failed):
                         log.warning("log_read_failed", role=GROUP, attempts=failed, reason=str(error))
-                    await asyncio.sleep(backoff_ms(3) / 1000)
+                    await asyncio.sleep(backoff_ms(READ_AGAIN_ATTEMPT) / 1000)
                 else:
                     failed = 0
                     if not batch:
@@ -319,7 +321,7 @@ class Fanout:
                     await self._stores[instance].store_positions(
                         GROUP, {slot: reached[slot] for slot in slots}
                     )
-                except (StoreUnknown, StoreRefused, StoreBroken) as error:
+                except StoreError as error:
                     if is_news(attempts + 1):
                         log.warning("position_not_stored", role=GROUP, reason=str(error))
                 else:
