@@ -33,6 +33,7 @@ from qim.errors import (
     QimError,
     RecordCorrupt,
     StoreBroken,
+    StoreError,
     StoreRefused,
     StoreUnknown,
     Unavailable,

@@ -29,7 +29,7 @@ from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain.fanout import PlannedDispatch, plan_dispatches
-from qim.domain.mailbox import backoff_ms, is_news
+from qim.domain.mailbox import READ_AGAIN_MS, backoff_ms, is_news
 from qim.domain.placement import Placement
 from qim.errors import (
     FailedPrecondition,
@@ -52,8 +52,6 @@ log = get_logger()
 
 GROUP: Final = "fanout"
 NOTHING_FINISHED: Final = Offset(-1)
-READ_AGAIN_ATTEMPT: Final = 3
-"""A log that cannot be read is asked again after the pause of a third attempt, every time."""
 DRAIN_POLL_SECONDS: Final = 0.02
 
 
@@ -196,7 +194,7 @@ class Fanout:
                     failed += 1
                     if is_news(failed):
                         log.warning("log_read_failed", role=GROUP, attempts=failed, reason=str(error))
-                    await asyncio.sleep(backoff_ms(READ_AGAIN_ATTEMPT) / 1000)
+                    await asyncio.sleep(READ_AGAIN_MS / 1000)
                 else:
                     failed = 0
                     if not batch:

@@ -168,7 +168,7 @@ class Shards:
                     failed += 1
                     if rules.is_news(failed):
                         log.warning("log_read_failed", role="mailbox", attempts=failed, reason=str(error))
-                    await asyncio.sleep(rules.backoff_ms(READ_AGAIN_ATTEMPT) / 1000)
+                    await asyncio.sleep(rules.READ_AGAIN_MS / 1000)
                 else:
                     failed = 0
                     if not batch:

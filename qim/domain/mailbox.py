@@ -143,3 +143,7 @@ def is_news(attempts: int) -> bool:
 def backoff_ms(attempts: int) -> int:
     """How long to wait before the next attempt, after so many failed ones."""
     return ROLE_BACKOFF_MS[min(attempts, len(ROLE_BACKOFF_MS)) - 1] if attempts else 0
+
+
+READ_AGAIN_MS: Final = backoff_ms(3)
+"""A log that cannot be read is asked again after this pause, every time: records wait in it, not in a queue."""
