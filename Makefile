@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 
 help:
 	@echo 'make run        start qim with an embedded store, show a demo, serve until Ctrl-C'
-	@echo 'make demo       the same demo, then stop: exit code 0 or 1'
+	@echo 'make demo       the same demo, then stop: exit code 0 when every check holds'
 	@echo 'make check      format, lint, types, import rules, style, unit files; needs no service'
 	@echo 'make test       every test that belongs to every change'
 	@echo 'make test-fast  unit, wire, property and style tests'

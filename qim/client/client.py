@@ -220,7 +220,11 @@ class AsyncClient:
         return await self._pull(as_target(target), before=Seq(before), limit=min(limit, PAGE_ENTRIES_MAX))
 
     async def mark_read(self, target: AnyTarget, read_seq: int) -> int:
-        """Everything up to `read_seq` is read, on all devices; returns the unread count of the server."""
+        """Tells the server that everything up to `read_seq` is read; returns the unread count of the server.
+
+        The server keeps the highest for all devices of the user. Another device learns of it from the answer
+        to its own next call, and `read_seq=0` asks without marking anything.
+        """
         engine = self._running
         answer: MarkReadAck = await engine.work.ask(
             Op.MARK_READ, MarkRead(recovery.wire_target(as_target(target)), Seq(read_seq))
