@@ -4,6 +4,7 @@ Data go to standard output, messages to standard error; a refusal is one line, a
 kind it was (`qim.errors.ExitCode`). Heavy modules are imported inside the commands: `--help` must be quick.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -305,6 +306,11 @@ def main(arguments: list[str] | None = None) -> None:
             print_error=False,
             result_action="return_value",
         )
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, `head` for example, has seen enough; the interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = ExitCode.NO
     except CycloptsError as error:
         print(f"qim: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
         code = ExitCode.USAGE

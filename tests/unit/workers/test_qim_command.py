@@ -113,3 +113,16 @@ def _seconds_of(program: str) -> float:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=True, timeout=30)
     after = os.times()
     return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_stops_early_gets_no_traceback(unbuffered: str) -> None:
+    """`qim config show | head -1`: the pipe ends before the output does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "workers", "config", "show"], stdout=writing, stderr=subprocess.PIPE,
+        text=True, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": unbuffered}, timeout=30, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (ExitCode.NO, "")
