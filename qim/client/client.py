@@ -222,8 +222,8 @@ class AsyncClient:
     async def mark_read(self, target: AnyTarget, read_seq: int) -> int:
         """Tells the server that everything up to `read_seq` is read; returns the unread count of the server.
 
-        The server keeps the highest for all devices of the user. Another device learns of it from the answer
-        to its own next call, and `read_seq=0` asks without marking anything.
+        The server keeps the highest for all devices of the user. Another device learns of it from its next
+        `mark_read` only; `read_seq=0` asks without marking anything.
         """
         engine = self._running
         answer: MarkReadAck = await engine.work.ask(
