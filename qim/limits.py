@@ -105,6 +105,8 @@ ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
 """How long a role waits before it repeats what a store refused or left open; the last one repeats."""
 
 # --- fanout ------------------------------------------------------------------------------------------
+FANOUT_PASS_INTERVAL_MS: Final = 10
+"""Pause after a small batch: two passes of the writer share what fan-out and mailbox cost per batch."""
 FANOUT_BATCH_RECORDS_MAX: Final = 512
 """As many as a pass of the writer: the fan-out must not fall behind it."""
 

@@ -146,4 +146,4 @@ def backoff_ms(attempts: int) -> int:
 
 
 READ_AGAIN_MS: Final = backoff_ms(3)
-"""A log that cannot be read is asked again after this pause, every time: records wait in it, not in a queue."""
+"""A log that cannot be read is asked again after this pause, every time; the records wait in it."""
