@@ -113,6 +113,7 @@ class Launcher:
         self._say(f"store      pid {self._store.pid}, data in {folder.store}")
         for line in self._initialise():
             self._say(f"init       {line}")
+        folder.mark_initialised()
         self._start_server()
         status = self._until_ready()
         if status is None:

@@ -3,6 +3,7 @@
     lock              locked while a launcher, its store or its server lives; holds the launcher's process id
     deployment        marks the folder as ours and names the deployment
     store/            what the embedded store keeps
+    initialised       the store has got its identity: from now on it is never begun anew without being told
     run               sockets; where their paths would exceed 107 bytes, a link to a private folder in /tmp
     dev.json          what runs now and where, for tools: addresses, files, users, sockets, process ids
     certificate.pem   self-signed, ECDSA P-256, for localhost; made again before it ends
@@ -11,7 +12,8 @@
     qim.toml          the configuration that the supervisor is started with
     qim.log           what the service logs
 
-A folder that holds other things is refused, so that a mistyped path does no harm. Disk full, not writable and
+A folder that holds other things is refused, so that a mistyped path does no harm. So is one whose store has
+gone while the rest is there: an empty service would look like lost messages. Disk full, not writable and
 locked by another launcher are one-line errors.
 """
 
@@ -50,6 +52,11 @@ ORPHAN_SECONDS_MAX: Final = 25.0
 POLL_SECONDS: Final = 0.1
 RUN_PREFIX: Final = "qim-"
 ANNOUNCEMENT: Final = "dev.json"
+INITIALISED: Final = "initialised"
+STORE_FILES: Final = "**/appendonly.aof*"
+"""Inside `store/`; made by the store itself at its first start, in a folder of their own."""
+OWN_FILES: Final = frozenset({"store", "qim.toml", "token-key.pem", INITIALISED})
+"""Whoever has one of them and no `deployment` has lost that file, or copied only a part."""
 LONGEST_SOCKET: Final = "control-63.sock"
 """Of all names in the folder of sockets; a name that fits is not enough, the longest must."""
 
@@ -95,6 +102,11 @@ class DevFolder:
     def token_file(self, name: str) -> Path:
         """Where the token of a user of this folder is kept."""
         return self.path / f"{name}.token"
+
+    def mark_initialised(self) -> None:
+        """Written after the first `init`, not before: a first start that failed may be repeated."""
+        if not (self.path / INITIALISED).exists():
+            write_private(self.path / INITIALISED, b"")
 
     def announce(self, facts: Mapping[str, Any]) -> None:
         """Writes `dev.json`, whole or not at all; it exists only while the service is ready."""
@@ -162,6 +174,7 @@ def open_folder(path: Path, *, clock: Clock) -> Iterator[DevFolder]:
         raise ConfigError([f"data folder {path}: {error.strerror}"]) from error
     try:
         _take_lock(path, lock, clock)
+        _refuse_without_store(path)
         run = _occupy(path, lock)
         try:
             yield DevFolder(path, lock=lock, run=run, clock=clock)
@@ -193,10 +206,24 @@ def _refuse_foreign(path: Path) -> None:
                 )
         return
     strange = [entry.name for entry in path.iterdir() if entry.name != "lock"]
+    if OWN_FILES.intersection(strange):
+        remedy = f"`echo {DEPLOYMENT} > {path / 'deployment'}` brings it back"
+        raise ConfigError(
+            [f"data folder {path}: looks like one of qim dev, but its file `deployment` is missing; {remedy}"]
+        )
     if strange:
         raise ConfigError(
             [f"data folder {path}: holds other files ({strange[0][:64]}); choose an empty folder"]
         )
+
+
+def _refuse_without_store(path: Path) -> None:
+    """Beginning anew beside old keys and tokens would hide that every message is gone."""
+    store = path / "store"
+    if (path / INITIALISED).exists() and not any(store.glob(STORE_FILES)):
+        lost = "holds no append-only file" if store.exists() else "is missing"
+        remedy = "bring it back, or remove the whole data folder to begin anew, or choose another: --data-dir"
+        raise ConfigError([f"data folder {path}: it has been in use, but {store} {lost}; {remedy}"])
 
 
 def _take_lock(path: Path, lock: int, clock: Clock) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,15 @@ def test_a_killed_launcher_leaves_nothing_behind_and_the_next_start_goes_on(serv
     with Dev(serving.folder, "--workers", "2") as again:
         eventually(lambda: again.text().count("serving until") == 2, what="served again", timeout_seconds=60)
         assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_a_service_whose_store_was_deleted_is_not_begun_anew_without_a_word(serving: Dev) -> None:
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.process.wait(40) == 0
+    shutil.rmtree(serving.folder / "store")
+    line = refusal(run("dev", "--data-dir", str(serving.folder), "--port", "0"), 78)
+    assert f"{serving.folder / 'store'} is missing" in line
+    assert "begin anew" in line
 
 
 def test_another_number_of_workers_goes_on_with_the_same_data(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import stat
 from pathlib import Path
@@ -109,3 +110,49 @@ def test_a_damaged_certificate_is_named_with_what_to_do(tmp_path: Path) -> None:
             folder.prepare(address="127.0.0.1", port=0, workers=None)
         folder.certificate.unlink()
         folder.prepare(address="127.0.0.1", port=0, workers=None)
+
+
+@pytest.mark.parametrize(("lost", "said"), [("store", "is missing"), ("store/a", "holds no append-only")])
+def test_a_store_that_has_gone_is_never_begun_anew_without_a_word(
+    tmp_path: Path, lost: str, said: str
+) -> None:
+    path = tmp_path / "d"
+    with open_folder(path, clock=SystemClock()) as folder:
+        (path / "store" / "a").mkdir(parents=True)
+        (path / "store" / "a" / "appendonly.aof.manifest").touch()
+        folder.mark_initialised()
+    with open_folder(path, clock=SystemClock()):
+        pass
+    shutil.rmtree(path / lost)
+    with (
+        pytest.raises(
+            ConfigError, match=f"{path}: .*store {said}.*whole data folder to begin anew.*--data-dir"
+        ),
+        open_folder(path, clock=SystemClock()),
+    ):
+        pass
+    shutil.rmtree(path)
+    with open_folder(path, clock=SystemClock()) as folder:
+        assert not (folder.path / devfolder.INITIALISED).exists()
+
+
+def test_a_first_start_that_failed_before_its_store_was_ready_may_be_repeated(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "d", clock=SystemClock()) as folder:
+        folder.prepare(address="127.0.0.1", port=0, workers=None)
+    with open_folder(tmp_path / "d", clock=SystemClock()):
+        pass
+
+
+def test_a_folder_of_ours_without_its_marker_is_told_from_a_foreign_one(tmp_path: Path) -> None:
+    path = tmp_path / "d"
+    with open_folder(path, clock=SystemClock()) as folder:
+        folder.prepare(address="127.0.0.1", port=0, workers=None)
+    (path / "deployment").unlink()
+    with (
+        pytest.raises(ConfigError, match=r"looks like one of qim dev, but its file `deployment` is missing"),
+        open_folder(path, clock=SystemClock()),
+    ):
+        pass
+    (path / "deployment").write_text("qim-dev\n")
+    with open_folder(path, clock=SystemClock()):
+        pass
