@@ -100,7 +100,8 @@ class _Operator:
                     "slot": slot,
                     "consumer": consumer,
                     "position": positions.get(slot),
-                    "end": mark.high,
+                    # The last record, not the place behind it: where position and last agree, nothing waits.
+                    "last": mark.high - 1,
                     "lag": mark.behind(positions[slot]) if slot in positions else None,
                 }
                 for slot, mark in marks.items()

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 PIPE_COLUMNS: Final = 240
-IDENTIFIERS: Final = frozenset({"pid", "port", "worker", "slot", "epoch", "offset"})
+IDENTIFIERS: Final = frozenset({"pid", "port", "worker", "slot", "epoch", "offset", "position", "last"})
 """Numbers that are names: written without separators, so that they can be copied."""
 _BYTES_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -103,7 +103,8 @@ def test_slots_and_lag_have_a_row_for_each_slot_and_consumer(dev: DevServer) -> 
         assert row["epoch"] >= 1
         assert (row["stopped"], row["reason"]) == (False, None)
     dev_lag = answer(dev, "lag")["lag"]
-    assert all(set(row) == {"slot", "consumer", "position", "end", "lag"} for row in dev_lag)
+    assert all(set(row) == {"slot", "consumer", "position", "last", "lag"} for row in dev_lag)
+    assert all(row["lag"] == row["last"] - row["position"] for row in dev_lag)
 
 
 def test_what_stands_still_is_an_empty_list_while_nothing_does(dev: DevServer) -> None:
