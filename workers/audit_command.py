@@ -28,9 +28,9 @@ from qim.clock import SystemClock
 from qim.config import Config, Secret
 from qim.config_checks import read_secret
 from qim.ctl.render import escape
-from qim.errors import ExitCode
+from qim.errors import ExitCode, StoreRefused, StoreUnfit
 from workers.audit import Report, run_audit
-from workers.wiring import wire_audit
+from workers.wiring import Stores, wire_audit
 
 LINE_SECONDS: Final = 10.0
 
@@ -54,7 +54,7 @@ async def _audit(config: Config, password: Secret, *, findings_max: int) -> Repo
     stores, audited = wire_audit(config, clock=clock, password=password)
     console = Console(stderr=True)
     try:
-        await stores.connect()
+        await _connect(stores)
         await stores.check()
         with make_progress(console) as progress:
             telling = asyncio.ensure_future(_tell(progress, console))
@@ -68,6 +68,18 @@ async def _audit(config: Config, password: Secret, *, findings_max: int) -> Repo
                 await asyncio.gather(telling, return_exceptions=True)
     finally:
         await stores.close()
+
+
+async def _connect(stores: Stores) -> None:
+    try:
+        await stores.connect()
+    except StoreUnfit:
+        raise
+    except StoreRefused as error:
+        # The store of `qim dev` lives as long as its launcher, which is what a person forgets.
+        raise StoreRefused(
+            f"no store answers at {error}; it must run for an audit (that of qim dev runs during `make run`)"
+        ) from error
 
 
 def make_progress(console: Console) -> Progress:

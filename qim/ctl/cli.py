@@ -18,7 +18,9 @@ from qim.errors import ControlError, ExitCode, QimError
 
 app = App(name="qimctl", help="Look after a qim server.", version_flags=[], help_format="plaintext")
 mailbox_app = App(name="mailbox", help="Stopped mailbox shards: show, retry, skip, redeliver one record.")
-outbox_app = App(name="outbox", help="Stopped Outbox partitions and slots of the writer: show, retry, skip one record.")
+outbox_app = App(
+    name="outbox", help="Stopped Outbox partitions and slots of the writer: show, retry, skip one record."
+)
 app.command(mailbox_app)
 app.command(outbox_app)
 
@@ -105,7 +107,7 @@ def mailbox_skip(
         "skip",
         slot,
         offset,
-        place=commands.control_socket(socket, data_dir),
+        place=lambda: commands.control_socket(socket, data_dir),
         json=json,
         yes=yes,
         dry_run=dry_run,
@@ -129,7 +131,7 @@ def mailbox_redeliver(
         "redeliver",
         slot,
         offset,
-        place=commands.control_socket(socket, data_dir),
+        place=lambda: commands.control_socket(socket, data_dir),
         json=json,
         yes=yes,
         dry_run=dry_run,
@@ -171,7 +173,7 @@ def outbox_skip(
         "skip",
         slot,
         offset,
-        place=commands.control_socket(socket, data_dir),
+        place=lambda: commands.control_socket(socket, data_dir),
         json=json,
         yes=yes,
         dry_run=dry_run,
@@ -184,7 +186,7 @@ def _act(
     slot: int,
     offset: int,
     *,
-    place: Path,
+    place: Callable[[], Path],
     json: bool,
     yes: bool,
     dry_run: bool,
@@ -194,13 +196,13 @@ def _act(
     target = f"{what} {action}: slot {slot}, offset {offset}"
     if dry_run:
         print(f"would do: {target}", file=sys.stderr)
-        return _show(lambda: ask(place, "show"), json=json)
+        return _show(lambda: ask(place(), "show"), json=json)
     if not yes and not _confirmed(target):
         print("nothing was done", file=sys.stderr)
         return ExitCode.NO
-    done = _show(lambda: ask(place, action, slot=slot, offset=offset), json=json)
+    done = _show(lambda: ask(place(), action, slot=slot, offset=offset), json=json)
     if done == ExitCode.OK and not json:
-        _show(lambda: ask(place, "show"), json=False)
+        _show(lambda: ask(place(), "show"), json=False)
     return done
 
 

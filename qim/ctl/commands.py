@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from qim.ctl import protocol
+from qim.errors import ControlUnreachable
 
 SOCKET_VARIABLE: Final = "QIM_CONTROL_SOCKET"
 DEV_SOCKET: Final = "run/control.sock"
@@ -27,7 +28,7 @@ Result = dict[str, Any]
 
 
 def control_socket(given: Path | None, data_dir: Path | None = None) -> Path:
-    """The socket of the admin process; the last place is named in the error when none exists.
+    """The socket of the admin process. Raises ControlUnreachable, naming every place, when none exists.
 
     Links are followed here: the folder of sockets may be a link to a place with a shorter path, and only the
     shorter one fits into a socket address.
@@ -39,7 +40,14 @@ def control_socket(given: Path | None, data_dir: Path | None = None) -> Path:
     named = os.environ.get(SOCKET_VARIABLE)
     if named:
         return Path(named)
-    return next((place.resolve() for place in SOCKET_PLACES if place.exists()), SOCKET_PLACES[-1])
+    found = next((place.resolve() for place in SOCKET_PLACES if place.exists()), None)
+    if found is None:
+        places = " or ".join(map(str, SOCKET_PLACES))
+        raise ControlUnreachable(
+            f"nothing answers at {places}: is qim running? `make run` starts it here; "
+            "--socket or --data-dir name another one"
+        )
+    return found
 
 
 def ask(socket: Path, command: str, arguments: Mapping[str, Any] | None = None) -> Result:

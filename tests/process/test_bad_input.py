@@ -129,6 +129,15 @@ def test_a_tool_whose_store_refuses_the_connection_ends_with_69(config: Path) ->
         assert "127.0.0.1:1" in line
 
 
+def test_an_audit_beside_a_stopped_development_server_says_what_must_run(config: Path) -> None:
+    place = config.parent / "run" / "store.sock"
+    result = run("audit", config, f"unix://{place}")
+    assert result.returncode == ExitCode.UNREACHABLE
+    (line,) = result.stderr.splitlines()
+    assert f"no store answers at unix://{place}" in line
+    assert "make run" in line
+
+
 def test_a_store_with_the_wrong_persistence_is_refused_with_the_command_that_mends_it(
     config: Path, valkey_binary: str, tmp_path: Path
 ) -> None:

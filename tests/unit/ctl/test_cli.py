@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from qim.ctl import cli
+from qim.ctl.commands import SOCKET_VARIABLE
 from qim.errors import ControlRefused, ExitCode
 
 READY = {"schema": 1, "ready": True, "reasons": [], "workers": []}
@@ -34,6 +35,7 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     server = Server()
     monkeypatch.setattr("qim.ctl.protocol.call", server)
+    monkeypatch.setenv(SOCKET_VARIABLE, "/nowhere")
     return server
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from qim.ctl import commands
+from qim.errors import ControlUnreachable, ExitCode
 
 
 @pytest.fixture
@@ -35,8 +36,13 @@ def test_the_server_of_the_host_is_found_where_this_folder_has_none(here: Path) 
     assert commands.control_socket(None) == installed
 
 
-def test_the_place_of_the_host_is_named_when_nothing_runs(here: Path) -> None:
-    assert commands.control_socket(None) == here / "host" / "control.sock"
+def test_every_place_is_named_when_nothing_runs(here: Path) -> None:
+    (here / ".qim-dev").mkdir()
+    with pytest.raises(ControlUnreachable, match=r"is qim running\? `make run`") as raised:
+        commands.control_socket(None)
+    assert ".qim-dev/run/control.sock" in str(raised.value)
+    assert str(here / "host" / "control.sock") in str(raised.value)
+    assert raised.value.exit_code == ExitCode.UNREACHABLE
 
 
 def test_what_is_said_comes_before_what_is_found(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
