@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from qim.client.client import SEND_SECONDS, AnyTarget, AsyncClient
+from qim.client.client import ENTERED_TWICE, SEND_SECONDS, AnyTarget, AsyncClient
 from qim.client.model import Ack, Conversation, Event, HistoryPage, Message
 from qim.clock import Clock
 from qim.ids import ClientMessageId, UserId
@@ -48,6 +48,8 @@ class Client:
         return repr(self._client).removeprefix("Async")
 
     def __enter__(self) -> Self:
+        if self._thread.ident is not None:
+            raise RuntimeError(ENTERED_TWICE)
         self._thread.start()
         try:
             self._call(self._client.__aenter__())

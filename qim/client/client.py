@@ -57,6 +57,7 @@ GAP_PAGES_MAX: Final = 8
 """History pages that one opening of a conversation fetches; the next opening goes on."""
 CLIENT_NAME: Final = "qim-python"
 CLIENT_VERSION: Final = "0.1"
+ENTERED_TWICE: Final = "a client is entered once, and this one was; make a new one, it finds the same store"
 AnyTarget = Target | bytes | str
 
 
@@ -96,7 +97,8 @@ class AsyncClient:
 
     async def __aenter__(self) -> Self:
         """Opens the store and tries to connect once; without a network it goes on trying by itself."""
-        assert self._engine is None, "a client is entered once"
+        if self._engine is not None:
+            raise RuntimeError(ENTERED_TWICE)
         store, rebuilt = await Store.open(self.store_path, me=self._account.user, clock=self._clock)
         identity = Identity(
             self._endpoint, self._server_name, self._account, self._client_name, CLIENT_VERSION
@@ -205,8 +207,10 @@ class AsyncClient:
     async def messages(self, target: AnyTarget, *, before: int = 0, limit: int = 50) -> list[Message]:
         """Opens a conversation: fills its known gaps if there is a connection, then reads the store.
 
-        Oldest first; unacknowledged messages stand at the end. A hole in the sequence is not an error.
+        Oldest first; unacknowledged messages stand at the end. A hole in the sequence is not an error. Raises
+        ValueError for a limit below 1.
         """
+        _check_limit(limit)
         named = as_target(target)
         if self.is_connected:
             await self._fill_gaps(named)
@@ -215,8 +219,10 @@ class AsyncClient:
     async def history(self, target: AnyTarget, *, before: int = 0, limit: int = 50) -> HistoryPage:
         """A page of the server's history before a sequence (0: the newest), stored here as well.
 
-        Raises Disconnected, RateLimited, MessageRejected or Timeout.
+        A page has at most 300 messages, whatever `limit` asks for. Raises ValueError for a limit below 1,
+        Disconnected, RateLimited, MessageRejected or Timeout.
         """
+        _check_limit(limit)
         return await self._pull(as_target(target), before=Seq(before), limit=min(limit, PAGE_ENTRIES_MAX))
 
     async def mark_read(self, target: AnyTarget, read_seq: int) -> int:
@@ -274,6 +280,12 @@ class AsyncClient:
         if self._engine is None:
             raise RuntimeError("the client is used inside `with` or `async with`")
         return self._engine
+
+
+def _check_limit(limit: int) -> None:
+    """On the wire 0 means "as many as possible" and SQLite reads -1 so: neither is what was asked for."""
+    if limit < 1:
+        raise ValueError(f"limit is at least 1, not {limit}")
 
 
 def answered_range(page: HistoryBatch, messages: list[Message], *, before: Seq) -> Gap | None:

@@ -88,8 +88,13 @@ async def test_a_client_outside_its_with_block_says_so_instead_of_waiting(
             client.conversations()
         with client:
             client.conversations()
+            with pytest.raises(RuntimeError, match="entered once"):
+                client.__enter__()
+            client.conversations()
         with pytest.raises(RuntimeError, match="already closed"):
             client.send(PEER, "x")
+        with pytest.raises(RuntimeError, match="make a new one"):
+            client.__enter__()
 
     await in_thread(work)
 
