@@ -48,6 +48,7 @@ from workers.roles import Roles
 from workers.vitals import Vitals
 from workers.wiring import Scripts, Stores, wire
 
+STANDARD_ERROR: Final = 2
 CONNECT_BACKOFF_SECONDS: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 log = get_logger()
@@ -246,8 +247,18 @@ class Worker:
     def _wait_for(self, reason: str) -> None:
         if reason and not self.waiting_for:
             log.warning("worker_waiting", reason=reason)
+            self._tell_person(reason)
         self.waiting_for = reason
         self._set_state(ChildState.WAITING if reason else ChildState.STARTING)
+
+    def _tell_person(self, reason: str) -> None:
+        """A sentence beside the log line, of one worker for all, so that nobody takes waiting for hanging."""
+        for_people = self.job.config.log.format == "console" or os.isatty(STANDARD_ERROR)
+        if self.worker == 0 and for_people:
+            sentence = (
+                f"qim: waiting for a store ({reason}); serves as soon as the store answers, Ctrl-C ends it"
+            )
+            self._sink.write(sentence.encode())
 
     # --- service ---
 

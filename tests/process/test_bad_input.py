@@ -7,6 +7,7 @@ this test, which only root may mount.
 import contextlib
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -92,6 +93,32 @@ def test_a_server_whose_store_is_away_waits_and_says_so(config: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == ExitCode.OK
+
+
+def test_a_server_that_waits_for_its_store_says_so_in_a_sentence_on_a_terminal(config: Path) -> None:
+    ours, terminal = pty.openpty()
+    process = subprocess.Popen(
+        qim("serve", config, "redis://127.0.0.1:1"),
+        cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    os.set_blocking(ours, False)
+    seen = bytearray()
+
+    def told() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            seen.extend(os.read(ours, 65_536))
+        return b"qim: waiting for a store (" in seen
+
+    try:
+        eventually(told, what="the sentence", timeout_seconds=20)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == ExitCode.OK
+        os.close(ours)
+    sentence = next(line for line in seen.decode().splitlines() if line.startswith("qim: waiting"))
+    assert "127.0.0.1:1" in sentence
+    assert "as soon as the store answers" in sentence
 
 
 def test_a_port_in_use_is_refused_in_one_line(config: Path) -> None:
