@@ -31,7 +31,7 @@ from qim.config import Secret, load_config
 from qim.ctl import protocol
 from qim.errors import ConfigError, ControlError, ExitCode, GuardRefused, QimError, StoreError
 from qim.ids import Millis, TenantId
-from qim.limits import DAY_MS
+from qim.limits import DAY_MS, SLOTS
 from qim.tokens import mint_token
 from workers.child import start_program
 from workers.devfolder import DEFAULT_FOLDER, KEY_ID, DevFolder, open_folder, user_id, write_private
@@ -67,6 +67,9 @@ class DevOptions:
 
 def dev(options: DevOptions) -> int:
     """Runs until stopped; returns the exit code. Raises ConfigError or GuardRefused when it cannot start."""
+    if options.workers is not None and not 1 <= options.workers <= SLOTS:
+        # The configuration is ours and would be blamed by its line, which nobody has typed.
+        raise ConfigError([f"--workers {options.workers}: allowed are 1 to {SLOTS}"])
     with open_folder(options.data_dir, clock=SystemClock()) as folder:
         return Launcher(options, folder).run()
 

@@ -165,7 +165,8 @@ class DevFolder:
 @contextmanager
 def open_folder(path: Path, *, clock: Clock) -> Iterator[DevFolder]:
     """Locks the folder for this process; raises ConfigError when it cannot be used."""
-    path = path.absolute()
+    # Resolved only where it goes up: a link that a person has typed is the name that they know.
+    path = path.resolve() if ".." in path.parts else path.absolute()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _refuse_foreign(path)

@@ -142,6 +142,13 @@ def test_a_port_in_use_is_refused_in_one_line(shared: Dev, tmp_path: Path) -> No
     assert "in use by another program" in line
 
 
+@pytest.mark.parametrize("workers", ["0", "65"])
+def test_an_impossible_number_of_workers_is_refused_naming_the_flag(tmp_path: Path, workers: str) -> None:
+    result = run("dev", "--data-dir", str(tmp_path / "data"), "--port", "0", "--workers", workers)
+    assert refusal(result, 78) == f"qim: --workers {workers}: allowed are 1 to 64"
+    assert not (tmp_path / "data").exists()
+
+
 def test_killed_parts_come_back_and_the_service_is_ready_again(serving: Dev) -> None:
     pids = serving.pids()
     os.kill(pids["worker 0"], signal.SIGKILL)

@@ -92,6 +92,12 @@ def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_path_that_goes_up_is_named_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with open_folder(tmp_path / "a" / ".." / "d", clock=SystemClock()) as folder:
+        assert folder.path == tmp_path.resolve() / "d"
+
+
 def test_keys_that_lost_their_other_half_are_made_anew(tmp_path: Path) -> None:
     with open_folder(tmp_path / "d", clock=SystemClock()) as folder:
         folder.prepare(address="127.0.0.1", port=0, workers=None)
