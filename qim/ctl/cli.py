@@ -1,7 +1,8 @@
 """qimctl: what operators type.
 
 Data go to standard output, messages to standard error; the exit code is the answer (0 done, 1 the answer is
-no, 2 wrong usage, 69 nobody answers). `--json` prints the command's dictionary, whose keys are a contract.
+no, 2 wrong usage, 69 nobody answers). `--json` prints the command's dictionary, whose keys are a contract; a
+refusal is then an object too, with `error` and the exit code as `code`.
 Anything that changes a mailbox or a log names its target, asks first unless `--yes` is given, and shows the
 state again afterwards. Heavy modules are imported inside the commands, so that `--help` is quick.
 """
@@ -14,7 +15,7 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 
 from qim.ctl import commands
-from qim.errors import ControlError, ExitCode, QimError
+from qim.errors import ControlError, ControlRefused, ExitCode, QimError
 
 app = App(name="qimctl", help="Look after a qim server.", version_flags=[], help_format="plaintext")
 mailbox_app = App(name="mailbox", help="Stopped mailbox shards: show, retry, skip, redeliver one record.")
@@ -197,20 +198,38 @@ def _act(
     if dry_run:
         print(f"would do: {target}", file=sys.stderr)
         return _show(lambda: ask(place(), "show"), json=json)
-    if not yes and not _confirmed(target):
-        print("nothing was done", file=sys.stderr)
-        return ExitCode.NO
+    if not yes:
+        try:
+            _confirm(target, lambda: _check_target(ask(place(), "show"), action, slot, offset))
+        except ControlError as error:
+            return _refuse(str(error), error.exit_code, json=json)
     done = _show(lambda: ask(place(), action, slot=slot, offset=offset), json=json)
     if done == ExitCode.OK and not json:
         _show(lambda: ask(place(), "show"), json=False)
     return done
 
 
-def _confirmed(target: str) -> bool:
+def _confirm(target: str, check: Callable[[], None]) -> None:
+    """Raises ControlRefused unless a person agrees; nobody is asked about what would be refused anyway."""
     if not sys.stdin.isatty():
-        print(f"{target}: give --yes to do this without a terminal", file=sys.stderr)
-        return False
-    return input(f"{target}. Go on? [y/N] ").strip().lower() == "y"
+        raise ControlRefused(f"{target}: nothing was done; give --yes to do this without a terminal")
+    check()
+    # Not on standard output, where a program that gave --json reads.
+    print(f"{target}. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if input().strip().lower() != "y":
+        raise ControlRefused("nothing was done")
+
+
+def _check_target(shown: dict[str, Any], action: str, slot: int, offset: int) -> None:
+    """The server has the last word; this spares a question whose answer does not matter."""
+    stopped = {row["slot"]: row["offset"] for row in shown["stopped"]}
+    at = stopped.get(slot)
+    if action == "skip" and slot not in stopped:
+        raise ControlRefused(f"slot {slot} is not stopped")
+    if action == "skip" and at is not None and at != offset:
+        raise ControlRefused(f"slot {slot} stands at {at}, not at {offset}")
+    if action == "redeliver" and at is not None and at <= offset:
+        raise ControlRefused(f"slot {slot} has not passed {offset} yet, it stands at {at}")
 
 
 def _show(
@@ -226,11 +245,9 @@ def _show(
     try:
         result = command()
     except ControlError as error:
-        print(f"qimctl: {error}", file=sys.stderr)
-        return error.exit_code
+        return _refuse(str(error), error.exit_code, json=json)
     except QimError as error:
-        print(f"qimctl: {error}", file=sys.stderr)
-        return ExitCode.NO
+        return _refuse(str(error), ExitCode.NO, json=json)
     if json:
         print(render.to_json(result))
     else:
@@ -239,13 +256,23 @@ def _show(
     return ExitCode.NO if unhealthy else ExitCode.OK
 
 
+def _refuse(text: str, code: int, *, json: bool) -> int:
+    """One line for people; a program that reads JSON gets the same as an object. Returns the exit code."""
+    from qim.ctl import render
+
+    print(f"qimctl: {text}", file=sys.stderr)
+    if json:
+        print(render.to_json({"schema": 1, "error": text, "code": int(code)}))
+    return code
+
+
 def main() -> None:
     """Entry point of `qimctl`; wrong usage is one line."""
     try:
         code = app(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        print(f"qimctl: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
-        code = ExitCode.USAGE
+        text = f"{' '.join(str(error).split())} (--help tells more)"
+        code = _refuse(text, ExitCode.USAGE, json="--json" in sys.argv)
     except KeyboardInterrupt:
         code = ExitCode.NO
     sys.exit(code or ExitCode.OK)

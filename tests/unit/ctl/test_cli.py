@@ -92,6 +92,31 @@ def test_a_refusal_passes_words_and_code_on(server: Server, capsys: pytest.Captu
     assert capsys.readouterr().err == "qimctl: there is no slot 64; slots are 0 to 63\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("mailbox", "retry", "64"), ExitCode.USAGE), (("mailbox", "skip", "3", "7"), ExitCode.NO)],
+)
+def test_a_refusal_is_an_object_where_json_was_asked_for(
+    server: Server, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: ExitCode
+) -> None:
+    server.answers["mailbox.retry"] = ControlRefused("there is no slot 64", exit_code=ExitCode.USAGE)
+    assert run(*arguments, "--json") == code
+    output = capsys.readouterr()
+    told = json.loads(output.out)
+    assert set(told) == {"schema", "error", "code"}
+    assert told["code"] == code
+    assert output.err == f"qimctl: {told['error']}\n"
+
+
+def test_wrong_usage_is_an_object_where_json_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["qimctl", "mailbox", "retry", "many", "--json"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert json.loads(capsys.readouterr().out)["code"] == ExitCode.USAGE
+
+
 def test_a_skip_without_terminal_and_yes_does_nothing(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,20 +127,57 @@ def test_a_skip_without_terminal_and_yes_does_nothing(
 
 @pytest.mark.parametrize(("typed", "done"), [("y", True), ("Y ", True), ("", False), ("no", False)])
 def test_a_skip_asks_naming_its_target(
-    server: Server, monkeypatch: pytest.MonkeyPatch, typed: str, done: bool
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: str,
+    done: bool,
 ) -> None:
     questions: list[str] = []
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
 
-    def answer(question: str) -> str:
-        questions.append(question)
+    def answer() -> str:
+        questions.append(capsys.readouterr().err)
         return typed
 
     monkeypatch.setattr("builtins.input", answer)
-    server.answers |= {"mailbox.skip": {"schema": 1, "skipped": True}, "mailbox.show": HEALTHY}
+    server.answers |= {"mailbox.skip": {"schema": 1, "skipped": True}, "mailbox.show": STOPPED}
     assert run("mailbox", "skip", "3", "7") == (ExitCode.OK if done else ExitCode.NO)
     assert "slot 3, offset 7" in questions[0]
-    assert [name for name, _ in server.asked] == (["mailbox.skip", "mailbox.show"] if done else [])
+    asked = [name for name, _ in server.asked]
+    assert asked == ["mailbox.show", *(["mailbox.skip", "mailbox.show"] if done else [])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("skip", "4", "7"), "slot 4 is not stopped"),
+        (("skip", "3", "8"), "slot 3 stands at 7, not at 8"),
+        (("redeliver", "3", "7"), "slot 3 has not passed 7 yet, it stands at 7"),
+    ],
+)
+def test_nobody_is_asked_about_what_would_be_refused_anyway(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    why: str,
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda: pytest.fail("asked"))
+    server.answers["mailbox.show"] = STOPPED
+    assert run("mailbox", *arguments) == ExitCode.NO
+    assert capsys.readouterr().err == f"qimctl: {why}\n"
+    assert [name for name, _ in server.asked] == ["mailbox.show"]
+
+
+def test_a_record_that_the_slot_has_passed_may_be_redelivered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda: "y")
+    server.answers |= {"mailbox.show": STOPPED, "mailbox.redeliver": {"schema": 1, "recipients": 1}}
+    assert run("mailbox", "redeliver", "3", "6") == ExitCode.OK
 
 
 def test_a_change_is_followed_by_a_look_at_the_state(server: Server) -> None:
