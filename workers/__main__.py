@@ -1,12 +1,14 @@
 """`qim`: the command line of the server. `python -m workers` is the same.
 
 Data go to standard output, messages to standard error; a refusal is one line, and the exit code says which
-kind it was (`qim.errors.ExitCode`). Heavy modules are imported inside the commands: `--help` must be quick.
+kind it was (`qim.errors.ExitCode`); with `--json` it is also an object with `error` and `code`. Heavy modules
+are imported inside the commands: `--help` must be quick.
 """
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -297,36 +299,36 @@ def _print_json(result: Mapping[str, object]) -> None:
     print(json.dumps(result))
 
 
+def _refuse(problems: Sequence[str], code: int, *, as_json: bool) -> int:
+    """A line per problem for people; a program that reads JSON gets an object too. Returns the exit code."""
+    for problem in problems:
+        print(f"qim: {problem}", file=sys.stderr)
+    if as_json:
+        _print_json({"schema": 1, "error": "; ".join(problems), "code": int(code)})
+    return code
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The entry point; ends the process with the exit code of the command."""
+    given = sys.argv[1:] if arguments is None else arguments
+    refuse = partial(_refuse, as_json="--json" in given)
     try:
-        code = app(
-            sys.argv[1:] if arguments is None else arguments,
-            exit_on_error=False,
-            print_error=False,
-            result_action="return_value",
-        )
+        code = app(given, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, `head` for example, has seen enough; the interpreter flushes once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.NO
     except CycloptsError as error:
-        print(f"qim: {' '.join(str(error).split())} (--help tells more)", file=sys.stderr)
-        code = ExitCode.USAGE
+        code = refuse([f"{' '.join(str(error).split())} (--help tells more)"], ExitCode.USAGE)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"qim: {problem}", file=sys.stderr)
-        code = ExitCode.CONFIG
+        code = refuse(error.problems, ExitCode.CONFIG)
     except GuardRefused as error:
-        print(f"qim: {error}", file=sys.stderr)
-        code = error.exit_code
+        code = refuse([str(error)], error.exit_code)
     except StoreError as error:
-        print(f"qim: {error}", file=sys.stderr)
-        code = ExitCode.UNREACHABLE
+        code = refuse([str(error)], ExitCode.UNREACHABLE)
     except QimError as error:
-        print(f"qim: {error}", file=sys.stderr)
-        code = ExitCode.NO
+        code = refuse([str(error)], ExitCode.NO)
     except KeyboardInterrupt:
         code = ExitCode.NO
     sys.exit(code or ExitCode.OK)

@@ -248,8 +248,12 @@ class Launcher:
             return ExitCode.OK
         assert self._server is not None
         reason = last_refusal(self._folder.log) or f"see {self._folder.log}"
-        print(f"qim: the server did not start: {reason}", file=sys.stderr)
-        return self._server.returncode or ExitCode.BUG
+        code = self._server.returncode or ExitCode.BUG
+        text = f"the server did not start: {reason}"
+        print(f"qim: {text}", file=sys.stderr)
+        if self._options.json:
+            print(json.dumps({"schema": 1, "error": text, "code": code}))
+        return code
 
     # --- words ---
 

@@ -149,6 +149,21 @@ def test_an_impossible_number_of_workers_is_refused_naming_the_flag(tmp_path: Pa
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("demo", "--workers", "99"), 78),
+        (("token", "alice", "--days", "many"), 2),
+        (("audit", "--data-dir", "/nowhere"), 78),
+    ],
+)
+def test_a_refusal_is_an_object_where_json_was_asked_for(arguments: tuple[str, ...], code: int) -> None:
+    result = run(*arguments, "--json")
+    line = refusal(result, code)
+    told = json.loads(result.stdout)
+    assert told == {"schema": 1, "error": line.removeprefix("qim: "), "code": code}
+
+
 def test_killed_parts_come_back_and_the_service_is_ready_again(serving: Dev) -> None:
     pids = serving.pids()
     os.kill(pids["worker 0"], signal.SIGKILL)
