@@ -39,7 +39,7 @@ from qim.errors import (
     Unauthenticated,
     Unavailable,
 )
-from qim.limits import MESSAGE_BODY_BYTES_MAX, PAGE_ENTRIES_MAX
+from qim.limits import MESSAGE_BODY_BYTES_MAX
 from qim.wire.layout import Op
 from tests.unit.client.conftest import Enter
 from tests.unit.client.fake_server import ME, OTHER, PEER, FakeServer, build_token, conversation_of
@@ -404,30 +404,6 @@ async def test_history_pages_backwards_and_is_stored(server: FakeServer, enter: 
         False,
     )
     assert len(await client.messages(PEER)) == 30
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-async def test_a_limit_below_one_is_refused_before_anything_is_asked(
-    server: FakeServer, enter: Enter, limit: int
-) -> None:
-    client, _ = await enter()
-    for read in (client.history, client.messages):
-        with pytest.raises(ValueError, match=f"limit is at least 1, not {limit}"):
-            await read(PEER, limit=limit)
-    assert not server.received(Op.PULL_HISTORY)
-
-
-async def test_a_limit_above_a_page_asks_for_a_whole_page(server: FakeServer, enter: Enter) -> None:
-    client, _ = await enter()
-    await client.history(PEER, limit=PAGE_ENTRIES_MAX + 1)
-    assert [request.limit for request in server.received(Op.PULL_HISTORY)] == [PAGE_ENTRIES_MAX]
-
-
-async def test_a_client_that_is_entered_twice_says_so_and_goes_on(enter: Enter) -> None:
-    client, _ = await enter()
-    with pytest.raises(RuntimeError, match="entered once"):
-        await client.__aenter__()
-    await client.send(PEER, "goes on")
 
 
 async def test_marking_read_lowers_the_unread_count(server: FakeServer, enter: Enter) -> None:
