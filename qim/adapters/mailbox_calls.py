@@ -31,6 +31,7 @@ _COUNTS = struct.Struct(">HH")
 _SHARD = struct.Struct(">8sQQIH")
 _RECORD = struct.Struct(">BBH")
 assert FUSED_RECIPIENTS_MAX == 16, "the marks of a record are 16 bits"
+_WRITTEN: Final = ord("D")
 _LIVES: Final = (DISPATCH_PROGRESS_LIFE_MS, MAILBOX_KEY_LIFE_MS, EPHEMERAL_KEY_LIFE_MS)
 
 _ANSWERS: Final = {
@@ -68,6 +69,7 @@ class FusedCall:
         self.on_done: OnReply = lambda _reply: None
         self._runs = runs
         self._letters = letters
+        self._places = [index for run in runs for index, _ in run.items]
         self._writes = [write for run in runs for _, write in run.items]
 
     @property
@@ -82,23 +84,33 @@ class FusedCall:
         ]
 
     def arguments(
-        self, days: Sequence[int], epochs: Sequence[bytes], remembered: Container[bytes]
+        self,
+        days: Sequence[int],
+        epochs: Sequence[bytes],
+        keys: Sequence[bytes],
+        remembered: Container[bytes],
     ) -> list[bytes | int]:
+        """`keys` are those of `entry_keys`; a key that is not remembered gets its expiry in this call."""
         plan = [_COUNTS.pack(len(self._runs), len(self._writes))]
         for slot, expected, items in self._runs:
             first = items[0][1].mailbox_seq
             plan.append(_SHARD.pack(epochs[slot], expected, first, days[slot], len(items)))
-        keys = iter(self.entry_keys(days))
+        at = 0
         for write in self._writes:
-            marks = sum(1 << at for at, _ in enumerate(write.recipients) if next(keys) not in remembered)
-            plan.append(_RECORD.pack(len(write.recipients), write.ephemeral, marks))
+            recipients = len(write.recipients)
+            marks = 0
+            for bit in range(recipients):
+                if keys[at + bit] not in remembered:
+                    marks |= 1 << bit
+            plan.append(_RECORD.pack(recipients, write.ephemeral, marks))
+            at += recipients
         return [
             *_LIVES,
             b"".join(plan),
-            *(SLOT_FIELDS[slot] for slot in self.slots),
-            *(write.dispatch_id for write in self._writes),
-            *(final_progress(write.digest, days[write.slot]) for write in self._writes),
-            *(write.entry for write in self._writes),
+            *[SLOT_FIELDS[slot] for slot in self.slots],
+            *[write.dispatch_id for write in self._writes],
+            *[final_progress(write.digest, days[write.slot]) for write in self._writes],
+            *[write.entry for write in self._writes],
         ]
 
     def written_keys(self, answers: bytes, keys: Sequence[bytes]) -> list[bytes]:
@@ -107,19 +119,19 @@ class FusedCall:
         at = 0
         for letter, write in zip(answers, self._writes, strict=True):
             end = at + len(write.recipients)
-            if letter == ord("D"):
+            if letter == _WRITTEN:
                 written.extend(keys[at:end])
             at = end
         return written
 
     def note(self, answers: bytes) -> None:
         """Puts the letters at the caller's places; raises KeyError for an unknown one."""
-        for letter in answers.decode():
+        text = answers.decode()
+        for letter in set(text):
             answer_of(letter)
-        remaining = iter(answers.decode())
-        for run in self._runs:
-            for index, _ in run.items:
-                self._letters[index] = next(remaining)
+        letters = self._letters
+        for index, letter in zip(self._places, text, strict=True):
+            letters[index] = letter
 
 
 def answers_of(writes: Sequence[MailboxWrite], letters: Sequence[str]) -> list[Materialised]:
@@ -141,6 +153,9 @@ def split_by_hour(
 ) -> list[FusedCall]:
     """The calls of one run, in the order in which they must be issued."""
     waiting = _consecutive(expected, writes, letters)
+    if len({_hour(write) for write in writes}) == 1:
+        runs = [ShardRun(slot, watermark, items) for slot, (watermark, items) in waiting.items()]
+        return [FusedCall(runs, letters)]
     calls = []
     while waiting:
         hour = min(_hour(items[0][1]) for _, items in waiting.values())
@@ -164,13 +179,15 @@ def _consecutive(
     jumped: set[SlotId] = set()
     for index, write in enumerate(writes):
         assert 0 < len(write.recipients) <= FUSED_RECIPIENTS_MAX
-        _, items = waiting.setdefault(write.slot, (expected[write.slot], []))
-        if items and write.mailbox_seq != items[-1][1].mailbox_seq + 1:
-            jumped.add(write.slot)
-        if write.slot in jumped:
+        slot = write.slot
+        known = waiting.get(slot)
+        if known is None:
+            waiting[slot] = (expected[slot], [(index, write)])
+        elif slot in jumped or write.mailbox_seq != known[1][-1][1].mailbox_seq + 1:
+            jumped.add(slot)
             letters[index] = "G"
         else:
-            items.append((index, write))
+            known[1].append((index, write))
     return waiting
 
 

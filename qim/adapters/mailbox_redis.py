@@ -109,7 +109,7 @@ class RedisMailboxStore(RedisOwnership):
 
     def _issue_fused(self, call: FusedCall) -> None:
         keys = call.entry_keys(self._days)
-        arguments = call.arguments(self._days, self._epochs, self._keys_with_expiry)
+        arguments = call.arguments(self._days, self._epochs, keys, self._keys_with_expiry)
         turns = self._turns
         self._pipe.submit_script(
             "materialise_dispatches",
