@@ -76,7 +76,7 @@ WRITER_WAITING_MESSAGES_MAX: Final = 4_096
 """Per worker; full: reject. About half a second of work at the highest rate ever measured here."""
 WRITER_BATCH_MESSAGES_MAX: Final = 512
 """Of one pass: eight runs of a script, a few milliseconds of the store."""
-WRITER_PASS_INTERVAL_MS: Final = 5
+WRITER_PASS_INTERVAL_MS: Final = 3
 """From the begin of a small pass to that of the next: at 1,000 messages a second it makes passes of five."""
 WRITER_BATCH_BYTES_MAX: Final = 4_194_304
 """64 messages of the largest size: what one write to the store may weigh."""
