@@ -132,6 +132,8 @@ MAILBOX_KEY_LIFE_MS: Final = (MAILBOX_DAYS + 2) * DAY_MS
 EPHEMERAL_LIFE_MS: Final = DAY_MS
 """Of a message of the class `ephemeral`; nobody is given an older one."""
 EPHEMERAL_KEY_LIFE_MS: Final = EPHEMERAL_LIFE_MS + 3_600_000
+HEADERS_REMEMBERED_MAX: Final = 4_096
+"""Per process, about 4 MB: routing headers of the messages between fan-out and mailbox."""
 MAILBOX_KEYS_REMEMBERED_MAX: Final = 16_384
 """Per process, about 3 MB: mailbox days whose expiry is set. A forgotten one is set again for 2 µs."""
 DISPATCH_PROGRESS_LIFE_MS: Final = 8 * DAY_MS

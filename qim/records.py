@@ -41,6 +41,7 @@ record and its sequence, built in `build_outbox_record` only; a property test ho
 
 import struct
 from enum import IntEnum
+from functools import lru_cache
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -62,7 +63,7 @@ from qim.ids import (
     TenantId,
     UserId,
 )
-from qim.limits import BUCKETS, SLOTS
+from qim.limits import BUCKETS, HEADERS_REMEMBERED_MAX, SLOTS
 
 RECORD_VERSION: Final = 1
 EPHEMERAL_FLAG: Final = 0x80
@@ -278,16 +279,21 @@ def parse_header(data: bytes) -> RoutingHeader:
     """Raises RecordCorrupt for a short record or an unknown version."""
     if len(data) < HEADER_BYTES:
         raise RecordCorrupt(f"log record of {len(data)} bytes is shorter than its header")
-    fields = _HEADER.unpack_from(data)
-    if fields[1] & EPHEMERAL_FLAG:
-        header = RoutingHeader(fields[0], fields[1] ^ EPHEMERAL_FLAG, *fields[2:])._replace(ephemeral=True)
-    else:
-        header = RoutingHeader._make((*fields, False))
-    version, kind, bucket = header[:3]
+    return _read_header(data[:HEADER_BYTES])
+
+
+# Fan-out and the mailboxes of both users read the header of one message within milliseconds of each other.
+@lru_cache(maxsize=HEADERS_REMEMBERED_MAX)
+def _read_header(data: bytes) -> RoutingHeader:
+    fields = _HEADER.unpack(data)
+    version, kind, bucket = fields[:3]
     if version != RECORD_VERSION:
         raise RecordCorrupt(f"log record of version {version}")
-    if bucket >= BUCKETS or not 1 <= kind <= 2:
-        raise RecordCorrupt(f"log record of kind {kind} for bucket {bucket}")
+    header = RoutingHeader(
+        version, kind & ~EPHEMERAL_FLAG, *fields[2:], ephemeral=bool(kind & EPHEMERAL_FLAG)
+    )
+    if bucket >= BUCKETS or not 1 <= header.kind <= 2:
+        raise RecordCorrupt(f"log record of kind {header.kind} for bucket {bucket}")
     return header
 
 

@@ -33,9 +33,9 @@ from qim.errors import ConfigError, ExitCode, GuardRefused, StaleOwner
 from workers.heartbeat import HeartbeatPage, HeartbeatRecord
 
 PR_SET_PDEATHSIG: Final = 1
-GC_THRESHOLD: Final = 20_000
-"""New containers between two young collections. A batch of messages makes some thousand that are all freed by
-reference count; the default of 700 spent a twelfth of a busy worker on looking at them."""
+GC_THRESHOLD: Final = 100_000
+"""New containers between two young collections. The messages in flight are some ten thousand that are all
+freed by reference count; the default of 700 spent a twelfth of a busy worker on looking at them."""
 MANAGER_VARIABLES: Final = (
     "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES",
 )  # fmt: skip
