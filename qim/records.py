@@ -289,7 +289,7 @@ def _read_header(data: bytes) -> RoutingHeader:
     version, kind, bucket = fields[:3]
     if version != RECORD_VERSION:
         raise RecordCorrupt(f"log record of version {version}")
-    header = RoutingHeader(version, kind & ~EPHEMERAL_FLAG, *fields[2:], bool(kind & EPHEMERAL_FLAG))
+    header = RoutingHeader._make((version, kind & ~EPHEMERAL_FLAG, *fields[2:], bool(kind & EPHEMERAL_FLAG)))
     if bucket >= BUCKETS or not 1 <= header.kind <= 2:
         raise RecordCorrupt(f"log record of kind {header.kind} for bucket {bucket}")
     return header
