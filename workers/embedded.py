@@ -87,6 +87,9 @@ class EmbeddedStore:
             "save": "",
             "port": "0",
             "daemonize": "no",
+            # Rewriting the file costs a core for seconds; at a busy server's 15 MB a second the default of
+            # 64 MB meant doing so every few seconds. A file of this size is read in two or three.
+            "auto-aof-rewrite-min-size": "256mb",
             "unixsocket": str(self._socket_path),
             "unixsocketperm": "600",
             "dir": str(self._folder),
