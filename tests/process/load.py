@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qim.client.probe import Probe, text_message
-from qim.errors import RemoteProtocolError
+from qim.errors import RemoteProtocolError, ResourceExhausted
 from qim.wire import bodies
 from qim.wire.layout import Op
 
@@ -165,7 +165,10 @@ async def resend_all(endpoint: Endpoint, account: Account, peer: Account) -> Non
         endpoint.host, endpoint.port, endpoint.ca, token=account.token, device=account.device
     ) as client:
         for cmid, ack in account.acks.items():
-            again = await client.send(peer.user, account.bodies_sent[cmid].decode(), cmid=cmid)
+            text = account.bodies_sent[cmid].decode()
+            while isinstance(again := await client.send(peer.user, text, cmid=cmid), bodies.Error):
+                assert again.code == ResourceExhausted.code, again
+                await asyncio.sleep(RETRY_PAUSE_SECONDS)
             assert isinstance(again, bodies.SendAck), again
             assert (again.conversation_seq, again.message_id, again.reserved_at, again.duplicate) == (
                 ack.conversation_seq, ack.message_id, ack.reserved_at, True,
