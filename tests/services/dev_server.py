@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -44,12 +44,17 @@ class DevServer:
         workers: int = 1,
         environment: Mapping[str, str] | None = None,
         output: Path | None = None,
+        arguments: Sequence[str] = (),
+        module: str = "workers",
     ) -> None:
+        """`arguments` are added to `qim dev`; `module` is what Python runs as `qim`."""
         self.folder = folder / name
         self.port = _free_port()
         self._workers = workers
         self._environment = dict(environment or {})
         self._output = output or folder / "dev.out"
+        self._arguments = tuple(arguments)
+        self._module = module
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -63,8 +68,8 @@ class DevServer:
 
     def start(self) -> None:
         command = [
-            sys.executable, "-m", "workers", "dev", "--data-dir", str(self.folder), "--port", str(self.port),
-            "--workers", str(self._workers),
+            sys.executable, "-m", self._module, "dev", "--data-dir", str(self.folder),
+            "--port", str(self.port), "--workers", str(self._workers), *self._arguments,
         ]  # fmt: skip
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
