@@ -1,0 +1,233 @@
+"""An event loop whose time is a number: it jumps to the next timer when nothing is ready.
+
+It has no selector, no thread and no wall clock, so a run is a function of its callbacks alone. asyncio itself
+(tasks, timeouts, task groups, events) runs on it unchanged.
+
+A `Process` is a group of callbacks that can be stopped and killed like an operating-system process. Every
+callback belongs to the process in whose context it was scheduled: what a killed process would still have done
+never happens (no `finally` runs, as after kill -9), what a stopped one has to do waits and then happens in
+its order. Callbacks of no process belong to the world: network, store servers, the judge.
+
+Order: callbacks that are ready run in the order in which they became ready, timers of the same moment in the
+order in which they were set. Which of two processes comes first is decided by the delays that the fault layer
+draws, never by a hash or an address. A loop in which nothing can happen any more raises `Stuck`, one that
+spins without time passing does as well.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from tests.simulation.network import Network
+
+CLIENTS: Final = "clients"
+"""The address where all gateways listen."""
+SPINS_MAX: Final = 200_000
+"""Callbacks at one moment; far above what a batch of every role needs."""
+
+
+class Stuck(Exception):
+    """Nothing is ready and no timer is set, or callbacks go on for ever at one moment."""
+
+
+class Process:
+    """What is stopped and killed together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_alive = True
+        self.is_paused = False
+        self.parked: deque[asyncio.Handle] = deque()
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.context: Context = copy_context()
+        self.context.run(PROCESS.set, self)
+
+
+PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """See the module docstring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._runnable: deque[tuple[asyncio.Handle, Process | None]] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle, Process | None]] = []
+        self._count = 0
+        self._is_ending = False
+        self._is_stopping = False
+        self._world_tasks: list[asyncio.Task[Any]] = []
+        self.raised: list[dict[str, Any]] = []
+        """What callbacks raised and nobody awaited; a run in which this happens has failed."""
+        self.callbacks = 0
+        self.network: Network | None = None
+        """Who stands in for sockets."""
+        self.set_task_factory(_make_task)
+        self.set_exception_handler(lambda _loop, context: self.raised.append(context))
+
+    # --- what asyncio asks of a loop -----------------------------------------------------------------
+
+    def time(self) -> float:
+        return self._now
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        self._runnable.append((handle, process))
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        self._count += 1
+        heapq.heappush(self._timers, (when, self._count, timer, process))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """A cancelled timer is dropped when its time comes."""
+
+    def stop(self) -> None:
+        self._is_stopping = True
+
+    def run_forever(self) -> None:
+        asyncio.events._set_running_loop(self)
+        self._is_stopping = False
+        try:
+            while not self._is_stopping:
+                self._run_moment()
+        finally:
+            asyncio.events._set_running_loop(None)
+
+    def is_running(self) -> bool:
+        return asyncio.events._get_running_loop() is self
+
+    def run_until_complete(self, future: Any) -> Any:
+        task = asyncio.ensure_future(future, loop=self)
+        task.add_done_callback(lambda _task: self.stop())
+        self.run_forever()
+        return task.result()
+
+    async def shutdown_default_executor(self) -> None:
+        """There is none: nothing here runs in a thread."""
+
+    # --- sockets, by the network in memory -----------------------------------------------------------
+
+    @property
+    def _net(self) -> "Network":
+        assert self.network is not None
+        return self.network
+
+    async def create_connection(self, protocol_factory: Any, *args: Any, **kwargs: Any) -> Any:
+        return await self._net.connect(CLIENTS, protocol_factory)
+
+    async def create_unix_connection(self, protocol_factory: Any, path: Any = None, **kwargs: Any) -> Any:
+        return await self._net.connect(str(path), protocol_factory)
+
+    async def create_server(self, protocol_factory: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._net.listen(CLIENTS, protocol_factory, alone=False)
+
+    async def create_unix_server(self, protocol_factory: Any, path: Any = None, **kwargs: Any) -> Any:
+        return self._net.listen(str(path), protocol_factory, alone=True)
+
+    # --- time and processes --------------------------------------------------------------------------
+
+    def _run_moment(self) -> None:
+        """Everything that is ready now, then the jump to the next timer."""
+        runnable = self._runnable
+        spins = 0
+        while runnable and not self._is_stopping:
+            handle, process = runnable.popleft()
+            spins += 1
+            if spins > SPINS_MAX:
+                raise Stuck(f"{SPINS_MAX} callbacks at {self._now:.3f} s, the last one {handle!r}")
+            if process is not None and not self._is_ending:
+                if not process.is_alive:
+                    continue
+                if process.is_paused:
+                    process.parked.append(handle)
+                    continue
+            if not handle.cancelled():
+                handle._run()
+        self.callbacks += spins
+        if not self._is_stopping:
+            self._jump()
+
+    def _jump(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not timers:
+            raise Stuck(f"nothing is left to happen at {self._now:.3f} s")
+        self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            _when, _count, timer, process = heapq.heappop(timers)
+            self._runnable.append((timer, process))
+
+    def spawn(self, process: Process, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Starts the main coroutine of a process."""
+        return process.context.run(self.create_task, work, name=name)
+
+    def kill(self, process: Process) -> None:
+        """Ends it between two callbacks: whatever it was about to do does not happen."""
+        process.is_alive = False
+        process.parked.clear()
+
+    def pause(self, process: Process) -> None:
+        process.is_paused = True
+
+    def resume(self, process: Process) -> None:
+        """What has become due meanwhile happens now, in its order."""
+        process.is_paused = False
+        while process.parked:
+            self._runnable.append((process.parked.popleft(), process))
+
+    def end(self, processes: list[Process]) -> None:
+        """After the verdict: gives every coroutine of the run its end, so that none is left to the collector."""
+        self._is_ending = True
+        tasks = [task for process in processes for task in process.tasks if not task.done()]
+        tasks += [task for task in self._world_tasks if not task.done()]
+        for process in processes:
+            process.is_paused = False
+            process.parked.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.run_until_complete(_all_ended(tasks))
+        self._runnable.clear()
+        self._timers.clear()
+        self.close()
+
+    def note_task(self, task: asyncio.Task[Any], process: Process | None) -> None:
+        (self._world_tasks if process is None else process.tasks).append(task)
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coro: Any, *, context: Context | None = None
+) -> asyncio.Task[Any]:
+    task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=context)
+    assert isinstance(loop, VirtualLoop)
+    loop.note_task(task, PROCESS.get() if context is None else context.get(PROCESS))
+    return task
+
+
+async def _all_ended(tasks: list[asyncio.Task[Any]]) -> None:
+    await asyncio.wait(tasks, timeout=3_600)
