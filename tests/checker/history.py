@@ -22,8 +22,8 @@ Rules for whoever records:
 - A device is one client database. It may move from process to process (a restart), never be in two at once.
 
 A line is a JSON array, `["send", t, process, …]` with the fields in the order of the class. The first line of
-a file is `["qim-history", 1, holds]`; files with the dumps (holds = "stores") are read first, so that all the
-rest can stream. A last line that a kill cut short never happened. New fields stand last and have a default.
+a file is `["qim-history", 1, holds]`. Files that hold "stores" (samples and dumps) are read first, so that
+the rest can stream. A last line that a kill cut short never happened. New fields stand last, with a default.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -167,7 +167,7 @@ class Device(msgspec.Struct, array_like=True, tag="device"):
     held: list[Held] | None = None
 
 
-# --- what was done to the server, and what was seen of it --------------------------------------------
+# --- what was done to the server ---------------------------------------------------------------------
 
 
 class Fault(msgspec.Struct, array_like=True, gc=False, tag="fault"):
@@ -180,6 +180,9 @@ class Fault(msgspec.Struct, array_like=True, gc=False, tag="fault"):
     target: str = ""
 
 
+# --- reads of the stores: samples while the run goes on, all the others at its end --------------------
+
+
 class Sample(msgspec.Struct, array_like=True, tag="sample"):
     """Read while the run goes on: (shard, W) and (Outbox partition, next offset). Optional, and worth it:
     without samples nobody knows that something was shown too early. `t` is the moment before the reads."""
@@ -188,9 +191,6 @@ class Sample(msgspec.Struct, array_like=True, tag="sample"):
     process: str
     watermarks: list[tuple[int, int]]
     outbox_ends: list[tuple[int, int]] = []
-
-
-# --- final reads of the stores -----------------------------------------------------------------------
 
 
 class Outbox(msgspec.Struct, array_like=True, gc=False, tag="outbox"):
@@ -263,9 +263,9 @@ class Skip(msgspec.Struct, array_like=True, gc=False, tag="skip"):
     dispatch_id: str
 
 
-Event: TypeAlias = Send | Pull | Push | History | Read | Device | Fault | Sample
-StoreRead: TypeAlias = Outbox | Dispatch | Fact | Shard | Mailbox | Progress | Skip
-STORE_READS: Final = (Outbox, Dispatch, Fact, Shard, Mailbox, Progress, Skip)
+Event: TypeAlias = Send | Pull | Push | History | Read | Device | Fault
+StoreRead: TypeAlias = Sample | Outbox | Dispatch | Fact | Shard | Mailbox | Progress | Skip
+STORE_READS: Final = (Sample, Outbox, Dispatch, Fact, Shard, Mailbox, Progress, Skip)
 
 
 class RunHistory(Protocol):

@@ -1,0 +1,90 @@
+"""The checker: one pass over the reads of the stores, one over the events, and a verdict.
+
+    check(history)      list of violations, empty for a clean run
+    judge(history)      the same with figures
+
+Pure: a history goes in, a verdict comes out. The stores are read first and stay in memory as lists
+(`truth.py`); the events of the clients stream past them. Time and memory grow with the messages, and with the
+deliveries only by what it takes to read them.
+"""
+
+from bisect import bisect_right
+from typing import Final
+
+from tests.checker.conversations import ConversationChecks
+from tests.checker.history import Device, Fault, History, Pull, Push, Read, RunHistory, Send
+from tests.checker.sends import SendChecks
+from tests.checker.shown import ShownChecks
+from tests.checker.stores import check_stores
+from tests.checker.truth import build_truth, sort_reads
+from tests.checker.verdict import Figures, Findings, Verdict, Violation
+
+RECOVERY_SECONDS_MAX: Final = 30.0
+"""After a healing somebody's message is acknowledged within this time."""
+
+
+def check(history: RunHistory) -> list[Violation]:
+    return judge(history).violations
+
+
+def judge(history: RunHistory, *, recovery_seconds_max: float = RECOVERY_SECONDS_MAX) -> Verdict:
+    findings, figures = Findings(), Figures()
+    reads = sort_reads(history.store_reads())
+    truth = build_truth(reads)
+    check_stores(truth, reads, findings, figures)
+    del reads  # the truth holds what the events are compared with
+    sends = SendChecks(truth, findings)
+    shown = ShownChecks(truth, findings)
+    conversations = ConversationChecks(truth, findings)
+    faults: list[Fault] = []
+    for event in history.events():
+        match event:
+            case Pull():
+                if event.type == "ok":
+                    shown.on_page(event)
+            case Push():
+                shown.on_push(event)
+            case Send():
+                sends.on_send(event)
+            case History():
+                conversations.on_history(event)
+            case Read():
+                conversations.on_read(event)
+            case Device():
+                shown.on_device(event)
+            case Fault():
+                faults.append(event)
+        _count(event, figures)
+    sends.finish()
+    shown.finish()
+    conversations.finish()
+    figures.deliveries = shown.entries
+    _check_liveness(faults, sends, findings, figures, recovery_seconds_max)
+    return Verdict(findings.kept, findings.counts, figures)
+
+
+def _count(event: object, figures: Figures) -> None:
+    if isinstance(event, Send | Pull | History | Read):
+        figures.note(type(event).__name__.lower(), event.type)
+    elif isinstance(event, Push):
+        figures.note("push", "ok")
+
+
+def _check_liveness(
+    faults: list[Fault], sends: SendChecks, findings: Findings, figures: Figures, recovery_seconds_max: float
+) -> None:
+    moments = sorted(sends.ok_moments)
+    for fault in sorted(faults, key=lambda fault: fault.t):
+        if fault.phase == "strike":
+            figures.faults[fault.what] += 1
+            continue
+        after = bisect_right(moments, fault.t)
+        where = f"{fault.what} {fault.target}".strip()
+        if after == len(moments):
+            if sends.sent_last_at > fault.t + recovery_seconds_max * 1e9:
+                findings.add("liveness", where, "nothing was acknowledged after it had healed")
+            continue
+        seconds = (moments[after] - fault.t) / 1e9
+        figures.first_ok_seconds.append(seconds)
+        if seconds > recovery_seconds_max:
+            findings.add("liveness", where, f"the first acknowledgement came after {seconds:.1f} s")

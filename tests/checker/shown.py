@@ -1,0 +1,140 @@
+"""Checks of what devices were shown: mailbox pages, pushes, and the state that a device ends with.
+
+A page is right when it holds exactly the entries of the true mailbox in (after, covered_through]; where the
+client said what it holds already and the server agreed, the range begins behind that. A push is right when
+its entry stands where it says and the entry before it is not hidden. A cursor is right when it is what an
+earlier page of the same device said: then the ranges of all pages join without a hole, and after the last
+drain each device has read everything.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from tests.checker.history import Device, Pull, Push, Pushed
+from tests.checker.stores import explain, mailbox_of
+from tests.checker.truth import Truth, UserMailbox
+from tests.checker.verdict import Findings
+
+
+@dataclass(slots=True)
+class Cursor:
+    """What a device was told."""
+
+    user: str
+    said: set[int] = field(default_factory=lambda: {0})
+    """0, and covered_through of every page."""
+    last: int = 0
+    """Of the newest page."""
+
+
+class ShownChecks:
+    """Takes pages and pushes one by one; `finish` asks whether every device has read everything."""
+
+    def __init__(self, truth: Truth, findings: Findings) -> None:
+        self._truth = truth
+        self._findings = findings
+        self._cursors: dict[str, Cursor] = {}
+        self.entries = 0
+
+    # --- pages ---
+
+    def on_page(self, page: Pull) -> None:
+        """A MAILBOX_BATCH."""
+        cursor = self._cursors.get(page.device)
+        if cursor is None:
+            cursor = self._cursors[page.device] = Cursor(page.user)
+        if page.after not in cursor.said:
+            detail = f"pulled after {page.after}, which no page had said"
+            self._findings.add("client", f"device {page.device}", detail)
+        cursor.said.add(page.covered_through)
+        cursor.last = page.covered_through
+        self.entries += len(page.entries)
+        mailbox = mailbox_of(self._truth, page.user)
+        self._check_page(page, mailbox)
+        self._check_moment(page.user, mailbox, page.covered_through, page.t)
+
+    def _check_page(self, page: Pull, mailbox: UserMailbox) -> None:
+        where = f"page of {page.user} after {page.after}"
+        if page.covered_through < page.after and not page.rebuild:
+            self._findings.add("mailbox", where, f"the cursor went back to {page.covered_through}")
+        if page.more and (not page.entries or page.entries[-1].mailbox_seq != page.covered_through):
+            self._findings.add("mailbox", where, "a full page does not end at its last entry")
+        start = bisect_right(mailbox.seqs, page.after)
+        end = bisect_right(mailbox.seqs, page.covered_through)
+        expected = mailbox.entries[start:end]
+        if page.entries == expected:
+            return
+        if page.held_count and bisect_right(mailbox.seqs, page.held_through) - start == page.held_count:
+            expected = mailbox.entries[start + page.held_count : end]
+        if page.entries != expected:
+            explain(self._truth, page.user, page.entries, expected, self._findings, where)
+
+    def _check_moment(self, user: str, mailbox: UserMailbox, through: int, t: int) -> None:
+        """Everything up to here was durable, and W was not below."""
+        count = bisect_right(mailbox.seqs, through)
+        if count and mailbox.durable[count - 1] > t:
+            detail = f"{user} saw mailbox {through} before its record was in the Outbox"
+            self._findings.add("early-visible", f"mailbox of {user}", detail)
+        if self._truth.samples.is_above_watermark(mailbox.shard, through, t):
+            self._findings.add(
+                "early-visible", f"mailbox of {user}", f"{through} was shown before W reached it"
+            )
+
+    # --- pushes ---
+
+    def on_push(self, push: Push) -> None:
+        self.entries += len(push.events)
+        mailbox = mailbox_of(self._truth, push.user)
+        for event in push.events:
+            self._check_pushed(push, event, mailbox)
+        if push.events:
+            self._check_moment(push.user, mailbox, max(event.mailbox_seq for event in push.events), push.t)
+
+    def _check_pushed(self, push: Push, event: Pushed, mailbox: UserMailbox) -> None:
+        where = f"push to {push.user}"
+        place = mailbox.at(event.mailbox_seq)
+        record = self._truth.record_at(event.conversation, event.seq)
+        name = f"{event.conversation} seq {event.seq}"
+        if record is None:
+            self._findings.add("phantom", where, f"{name} is not in the Outbox")
+        elif event.entry and event.entry != record.entry:
+            self._findings.add("corrupt", where, f"{name} has entry {event.entry}, is {record.entry}")
+        elif push.user not in record.parties:
+            self._findings.add("mailbox", where, f"foreign: {name}")
+        elif not event.entry and record.sender != push.user:
+            self._findings.add("mailbox", where, f"the echo of {name} went to its recipient")
+        elif place < 0 or mailbox.entries[place].seq != event.seq:
+            self._findings.add("mailbox", where, f"{name} does not stand at {event.mailbox_seq}")
+        elif event.previous and place and mailbox.seqs[place - 1] > event.previous:
+            self._findings.add("mailbox", where, f"the entry before {event.mailbox_seq} is hidden")
+
+    # --- devices ---
+
+    def on_device(self, device: Device) -> None:
+        cursor = self._cursors.get(device.device, Cursor(device.user))
+        where = f"device {device.device}"
+        if device.cursor != cursor.last:
+            self._findings.add("client", where, f"cursor {device.cursor}, the last page said {cursor.last}")
+        if device.held is None:
+            return
+        held = {(message.conversation, message.seq) for message in device.held}
+        if len(held) != len(device.held):
+            self._findings.add("client", where, f"holds {len(device.held) - len(held)} messages twice")
+        for message in device.held:
+            record = self._truth.record_at(message.conversation, message.seq)
+            if record is None or device.user not in record.parties:
+                self._findings.add("phantom", where, f"holds {message.conversation} seq {message.seq}")
+            elif record.entry != message.entry:
+                self._findings.add("corrupt", where, f"holds {message.conversation} seq {message.seq}")
+        mailbox = mailbox_of(self._truth, device.user)
+        for shown in mailbox.entries[: bisect_right(mailbox.seqs, device.cursor)]:
+            if (shown.conversation, shown.seq) not in held:
+                detail = f"does not hold {shown.conversation} seq {shown.seq} below its cursor"
+                self._findings.add("client", where, detail)
+
+    def finish(self) -> None:
+        for device, cursor in self._cursors.items():
+            seqs = mailbox_of(self._truth, cursor.user).seqs
+            if seqs and cursor.last < seqs[-1]:
+                detail = f"never read: {len(seqs) - bisect_right(seqs, cursor.last)} entries"
+                self._findings.add("mailbox", f"device {device}", detail)
