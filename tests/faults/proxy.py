@@ -33,6 +33,7 @@ Direction = Literal["to_server", "to_client"]
 READ_BYTES: Final = 65_536
 ANSWER_SECONDS_MAX: Final = 10.0
 STOP_SECONDS_MAX: Final = 5.0
+SLICE_PAUSE_SECONDS: Final = 0.001
 RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 """SO_LINGER with zero seconds: closing throws away what is unsent and answers with RST."""
 
@@ -127,7 +128,8 @@ class Proxy:
 
     def reset(self) -> int:
         """Ends every connection with RST on both sides; how many there were."""
-        return self._call(self._reset())
+        ended: int = self._call(self._reset())
+        return ended
 
     def open_connections(self) -> int:
         return len(self._connections)
@@ -282,9 +284,7 @@ class _Connection:
         while True:
             due, data = await on_wire.get()
             if due > loop.time():
-                arrived = asyncio.Event()
-                loop.call_at(due, arrived.set)
-                await arrived.wait()
+                await _until(due)
             # A cut strikes what is on the wire too; it is held like the rest.
             await self._until_open(direction, 0)
             if not data:
@@ -304,8 +304,8 @@ class _Connection:
             writer.write(data[at : at + size])
             if faults.slice_bytes:
                 counters.slices += 1
-                # Written on its own: what is handed over in one pass of the loop would leave in one piece.
-                await asyncio.sleep(0)
+                # A pause, because what follows at once is read in one piece by a peer that is busy.
+                await _until(asyncio.get_running_loop().time() + SLICE_PAUSE_SECONDS)
         with contextlib.suppress(OSError):
             await writer.drain()
         counters.note_passed(direction, len(data))
@@ -319,6 +319,13 @@ class _Connection:
         """The client gets what was allowed and then the end; the server is cut at once."""
         writer.close()
         abort(self._server[1])
+
+
+async def _until(moment: float) -> None:
+    """Waits until the time of the loop has come."""
+    reached = asyncio.Event()
+    asyncio.get_running_loop().call_at(moment, reached.set)
+    await reached.wait()
 
 
 def abort(writer: asyncio.StreamWriter) -> None:
