@@ -19,6 +19,8 @@ class Marks:
     """The read marks of one user in one conversation."""
 
     wanted_max: int = 0
+    unanswered: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Operation → what it wanted: it may have been done, even later."""
     answers: list[tuple[int, int, Read]] = field(default_factory=list)
     """(asked, answered, answer)"""
 
@@ -74,13 +76,16 @@ class ConversationChecks:
     # --- read marks ---
 
     def on_read(self, event: Read) -> None:
-        if event.type == "invoke":
-            self._asked[event.process, event.operation] = event.t
-            asked_at = event.t
-        else:
-            asked_at = self._asked.pop((event.process, event.operation), event.t)
+        operation = (event.process, event.operation)
         marks = self._marks.setdefault((event.conversation, event.user), Marks())
         marks.wanted_max = max(marks.wanted_max, event.wanted)
+        if event.type == "invoke":
+            self._asked[operation] = event.t
+            marks.unanswered[operation] = event.wanted
+            return
+        asked_at = self._asked.pop(operation, event.t)
+        if event.type != "info":
+            marks.unanswered.pop(operation, None)
         if event.type == "ok":
             marks.answers.append((asked_at, event.t, event))
 
@@ -99,6 +104,8 @@ class ConversationChecks:
     def _check_marks(self, key: tuple[str, str], marks: Marks, last: int, sent: int) -> None:
         where = f"read mark of {key[1]} in {key[0]}"
         top = max(min(marks.wanted_max, last), sent)
+        told = max([sent, *(answer.read_seq for _, _, answer in marks.answers if not answer.final)])
+        possible = max([told, *(min(wanted, last) for wanted in marks.unanswered.values())])
         for _, _, answer in marks.answers:
             if answer.read_seq > top:
                 self._findings.add(
@@ -108,9 +115,12 @@ class ConversationChecks:
                 self._findings.add(
                     "session", where, f"{answer.unread} unread after {answer.read_seq} of {last}"
                 )
-            if answer.final and (answer.read_seq, answer.unread) != (top, last - top):
-                detail = f"mark {answer.read_seq}, unread {answer.unread}; are {top}, {last - top}"
-                self._findings.add("session", where, detail)
+            if answer.final and not told <= answer.read_seq <= max(possible, min(answer.wanted, last)):
+                self._findings.add("session", where, f"{answer.read_seq} at the end, is {told}")
+            if answer.final and answer.unread not in {-1, last - answer.read_seq}:
+                self._findings.add(
+                    "session", where, f"{answer.unread} unread after {answer.read_seq} of {last}"
+                )
         if fall := _first_fall([(asked, ended, answer.read_seq) for asked, ended, answer in marks.answers]):
             self._findings.add("session", where, f"fell {fall}")
 

@@ -73,7 +73,7 @@ class Held(NamedTuple):
 # --- what clients did --------------------------------------------------------------------------------
 
 
-class Send(msgspec.Struct, array_like=True, gc=False, tag="send"):
+class Send(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="send"):
     t: int
     process: str
     type: Type
@@ -90,7 +90,7 @@ class Send(msgspec.Struct, array_like=True, gc=False, tag="send"):
     code: int = 0
 
 
-class Pull(msgspec.Struct, array_like=True, tag="pull"):
+class Pull(msgspec.Struct, array_like=True, tag_field="kind", tag="pull"):
     """One page of a mailbox; the request's fields are repeated in its result."""
 
     t: int
@@ -109,7 +109,7 @@ class Pull(msgspec.Struct, array_like=True, tag="pull"):
     code: int = 0
 
 
-class Push(msgspec.Struct, array_like=True, tag="push"):
+class Push(msgspec.Struct, array_like=True, tag_field="kind", tag="push"):
     """One frame; there is no invoke."""
 
     t: int
@@ -119,7 +119,7 @@ class Push(msgspec.Struct, array_like=True, tag="push"):
     events: list[Pushed]
 
 
-class History(msgspec.Struct, array_like=True, tag="history"):
+class History(msgspec.Struct, array_like=True, tag_field="kind", tag="history"):
     """One page of a conversation, (seq, entry) newest first as it came."""
 
     t: int
@@ -139,7 +139,7 @@ class History(msgspec.Struct, array_like=True, tag="history"):
     """Read after everything healed: must show all."""
 
 
-class Read(msgspec.Struct, array_like=True, gc=False, tag="read"):
+class Read(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="read"):
     """A read mark; `unread` is -1 where nobody noted it."""
 
     t: int
@@ -156,7 +156,7 @@ class Read(msgspec.Struct, array_like=True, gc=False, tag="read"):
     """Asked after everything healed: must be exact."""
 
 
-class Device(msgspec.Struct, array_like=True, tag="device"):
+class Device(msgspec.Struct, array_like=True, tag_field="kind", tag="device"):
     """The database of a device after its last drain; `held` is None for a client that keeps no messages."""
 
     t: int
@@ -170,7 +170,7 @@ class Device(msgspec.Struct, array_like=True, tag="device"):
 # --- what was done to the server ---------------------------------------------------------------------
 
 
-class Fault(msgspec.Struct, array_like=True, gc=False, tag="fault"):
+class Fault(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="fault"):
     """`what` is a word such as kill, pause or cut; `phase` says whether it struck or healed."""
 
     t: int
@@ -183,7 +183,7 @@ class Fault(msgspec.Struct, array_like=True, gc=False, tag="fault"):
 # --- reads of the stores: samples while the run goes on, all the others at its end --------------------
 
 
-class Sample(msgspec.Struct, array_like=True, tag="sample"):
+class Sample(msgspec.Struct, array_like=True, tag_field="kind", tag="sample"):
     """Read while the run goes on: (shard, W) and (Outbox partition, next offset). Optional, and worth it:
     without samples nobody knows that something was shown too early. `t` is the moment before the reads."""
 
@@ -193,7 +193,7 @@ class Sample(msgspec.Struct, array_like=True, tag="sample"):
     outbox_ends: list[tuple[int, int]] = []
 
 
-class Outbox(msgspec.Struct, array_like=True, gc=False, tag="outbox"):
+class Outbox(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="outbox"):
     """One record of the Outbox. `durable_at` is exact where a simulation knows it, else 0."""
 
     partition: int
@@ -210,7 +210,7 @@ class Outbox(msgspec.Struct, array_like=True, gc=False, tag="outbox"):
     durable_at: int = 0
 
 
-class Dispatch(msgspec.Struct, array_like=True, gc=False, tag="dispatch"):
+class Dispatch(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="dispatch"):
     """One record of the dispatch log; the partition is the shard."""
 
     partition: int
@@ -222,7 +222,7 @@ class Dispatch(msgspec.Struct, array_like=True, gc=False, tag="dispatch"):
     entry: str
 
 
-class Fact(msgspec.Struct, array_like=True, gc=False, tag="fact"):
+class Fact(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="fact"):
     """A commit fact. Without any fact in a history, facts are not judged."""
 
     state: Literal["pending", "committed"]
@@ -233,7 +233,7 @@ class Fact(msgspec.Struct, array_like=True, gc=False, tag="fact"):
     seq: int
 
 
-class Shard(msgspec.Struct, array_like=True, gc=False, tag="shard"):
+class Shard(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="shard"):
     """W of a shard at the end; mailbox_seq = base + offset."""
 
     shard: int
@@ -241,21 +241,21 @@ class Shard(msgspec.Struct, array_like=True, gc=False, tag="shard"):
     watermark: int
 
 
-class Mailbox(msgspec.Struct, array_like=True, tag="mailbox"):
+class Mailbox(msgspec.Struct, array_like=True, tag_field="kind", tag="mailbox"):
     """The mailbox of one user in mailbox_seq order; several events of one user follow each other."""
 
     user: str
     entries: list[Shown]
 
 
-class Progress(msgspec.Struct, array_like=True, gc=False, tag="progress"):
+class Progress(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="progress"):
     """A dispatch as its shard remembers it: `o` open, `f` finished, `s` skipped."""
 
     dispatch_id: str
     state: Literal["o", "f", "s"]
 
 
-class Skip(msgspec.Struct, array_like=True, gc=False, tag="skip"):
+class Skip(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="skip"):
     """An operator's word: this record of the dispatch log counts as finished."""
 
     shard: int
