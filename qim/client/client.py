@@ -12,7 +12,7 @@ tells of it. Everything works without a connection that does not need one: readi
 A device that is new, or was away for longer than the mailbox keeps, rebuilds: `recovery.py` says how. Where
 the server has no SESSION_LIST yet (it answers UNSUPPORTED), the rebuild takes the server's watermark as its
 cursor and notes a gap for every conversation that this store knows; opening a conversation fills its gaps. A
-conversation that only the list could name stays unknown until its next message.
+conversation that only the list could name stays unknown until its next message, and is whole from then on.
 
 The client belongs to the event loop in which it was entered.
 """

@@ -9,7 +9,8 @@ covered_through = W, read before anything else, so whatever comes later lies abo
 rebuild. The whole SESSION_LIST is read, then one transaction sets cursor = W and notes a gap (highest local
 sequence, head_seq] per conversation. A server without SESSION_LIST answers UNSUPPORTED: then the heads of the
 conversations that this store knows are asked one by one. A conversation that is not known here and has
-nothing in the mailbox any more stays invisible until its next message; only the list could tell it.
+nothing in the mailbox any more stays invisible until its next message; only the list could tell it. Then a
+gap is noted for all that lies before that message, so nothing of it stays missing.
 """
 
 import asyncio

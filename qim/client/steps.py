@@ -265,6 +265,8 @@ class StoreSteps:
             )  # fmt: skip
             if done.rowcount == 1:
                 applied.added.append(message)
+                if message.conversation_seq > 1:
+                    self._note_beginning(message)
                 # An own message is read by its sender, as the server counts it.
                 read = message.conversation_seq if is_own else Seq(0)
                 self._touch(
@@ -276,6 +278,18 @@ class StoreSteps:
                 )
             if is_own:
                 self._release(message, applied, is_duplicate=True)
+
+    def _note_beginning(self, message: Message) -> None:
+        """What lies before the first message that is seen of a conversation, only history can tell.
+
+        A device that was away for longer than the mailbox keeps has not heard of a conversation that began
+        meanwhile, and a new one may send into one that is old.
+        """
+        self._connection.execute(
+            "INSERT INTO gap SELECT ?1, 0, ?2 WHERE NOT EXISTS"
+            " (SELECT 1 FROM conversation WHERE conversation_id = ?1)",
+            (message.conversation_id, message.conversation_seq - 1),
+        )
 
     def _release(self, message: Message, applied: Applied, *, is_duplicate: bool) -> None:
         done = self._connection.execute(

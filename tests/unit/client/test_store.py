@@ -395,7 +395,7 @@ async def test_a_crash_between_schema_steps_continues(path: Path, monkeypatch: p
 
 @pytest.mark.shows("K2")
 async def test_a_rebuild_sets_cursor_and_gaps_in_one_transaction_and_pages_close_them(store: Store) -> None:
-    await store.apply(Incoming(messages=[build_message(3)], cursor=MailboxSeq(10)))
+    await store.apply(Incoming(messages=[build_message(n) for n in (1, 2, 3)], cursor=MailboxSeq(10)))
     item = RebuildItem(CONVERSATION, TARGET, Seq(9), Seq(4), Millis(1))
     await store.rebuild(cursor=MailboxSeq(77), items=[item])
     assert (await store.load(bound_device=None)).cursor == 77
@@ -408,6 +408,26 @@ async def test_a_rebuild_sets_cursor_and_gaps_in_one_transaction_and_pages_close
     await store.apply_history(
         target=TARGET, conversation_id=CONVERSATION, messages=[], page=Gap(Seq(0), Seq(7))
     )
+    assert await store.gaps(TARGET) == []
+
+
+@pytest.mark.shows("M9")
+async def test_what_lies_before_the_first_message_of_a_conversation_is_a_gap_for_history(
+    store: Store,
+) -> None:
+    await store.apply(Incoming(messages=[build_message(6)]))
+    await store.apply(Incoming(messages=[build_message(7)]))
+    assert await store.gaps(TARGET) == [Gap(Seq(0), Seq(5))]
+    page = [build_message(number) for number in range(1, 6)]
+    await store.apply_history(
+        target=TARGET, conversation_id=CONVERSATION, messages=page, page=Gap(Seq(0), Seq(5))
+    )
+    assert await store.gaps(TARGET) == []
+    assert len(await store.messages(TARGET, before=Seq(0), limit=9)) == 7
+
+
+async def test_a_conversation_that_is_seen_from_its_begin_has_no_gap(store: Store) -> None:
+    await store.apply(Incoming(messages=[build_message(1), build_message(3)]))
     assert await store.gaps(TARGET) == []
 
 
