@@ -111,16 +111,12 @@ class ConversationChecks:
                 self._findings.add(
                     "session", where, f"{answer.read_seq}, and nobody asked for more than {top}"
                 )
-            if answer.unread >= 0 and answer.read_seq + answer.unread > last:
-                self._findings.add(
-                    "session", where, f"{answer.unread} unread after {answer.read_seq} of {last}"
-                )
+            unread = answer.unread
+            is_possible = unread is None or 0 <= unread <= max(0, last - answer.read_seq)
+            if not is_possible or (answer.final and unread not in {None, last - answer.read_seq}):
+                self._findings.add("session", where, f"{unread} unread after {answer.read_seq} of {last}")
             if answer.final and not told <= answer.read_seq <= max(possible, min(answer.wanted, last)):
                 self._findings.add("session", where, f"{answer.read_seq} at the end, is {told}")
-            if answer.final and answer.unread not in {-1, last - answer.read_seq}:
-                self._findings.add(
-                    "session", where, f"{answer.unread} unread after {answer.read_seq} of {last}"
-                )
         if fall := _first_fall([(asked, ended, answer.read_seq) for asked, ended, answer in marks.answers]):
             self._findings.add("session", where, f"fell {fall}")
 

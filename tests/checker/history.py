@@ -140,7 +140,7 @@ class History(msgspec.Struct, array_like=True, tag_field="kind", tag="history"):
 
 
 class Read(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="read"):
-    """A read mark; `unread` is -1 where nobody noted it."""
+    """A read mark; `unread` is None where nobody noted it."""
 
     t: int
     process: str
@@ -150,7 +150,7 @@ class Read(msgspec.Struct, array_like=True, gc=False, tag_field="kind", tag="rea
     conversation: str
     wanted: int
     read_seq: int = 0
-    unread: int = -1
+    unread: int | None = None
     code: int = 0
     final: bool = False
     """Asked after everything healed: must be exact."""

@@ -94,8 +94,10 @@ class SendChecks:
 
     def _is_second_commit(self, key: MessageKey, message: SentMessage) -> bool:
         """A message that was committed twice is reported as that, not as a wrong acknowledgement too."""
-        record = self._truth.record_at(key[0], message.coordinates[1])
-        return record is not None and (record.conversation, record.sender, record.client_message_id) == key
+        other = self._truth.record_at(key[0], message.coordinates[1])
+        if other is None or other is self._truth.messages[key]:
+            return False
+        return (other.conversation, other.sender, other.client_message_id) == key
 
     def _check_senders(self) -> None:
         """Every record was sent by somebody, with this body."""

@@ -111,7 +111,7 @@ class ShownChecks:
     # --- devices ---
 
     def on_device(self, device: Device) -> None:
-        cursor = self._cursors.get(device.device, Cursor(device.user))
+        cursor = self._cursors.setdefault(device.device, Cursor(device.user))
         where = f"device {device.device}"
         if device.cursor != cursor.last:
             self._findings.add("client", where, f"cursor {device.cursor}, the last page said {cursor.last}")

@@ -89,24 +89,27 @@ def _check_facts(truth: Truth, reads: StoreReads, findings: Findings) -> None:
 def _check_dispatches(truth: Truth, reads: StoreReads, findings: Findings, figures: Figures) -> None:
     first: dict[str, Dispatch] = {}
     for dispatch in reads.dispatches:
+        record = truth.record_at(dispatch.conversation, dispatch.seq)
+        if record is None:
+            findings.add("phantom", where_of(dispatch), "dispatched, and not in the Outbox")
+        else:
+            _check_dispatch(truth, dispatch, record, findings)
         known = first.setdefault(dispatch.dispatch_id, dispatch)
         if known is not dispatch:
             figures.dispatch_repeats += 1
             if _identity(known) != _identity(dispatch):
                 findings.add("corrupt", where_of(dispatch), "a repeated dispatch with other content")
-            continue
-        record = truth.record_at(dispatch.conversation, dispatch.seq)
-        if record is None:
-            findings.add("phantom", where_of(dispatch), "dispatched, and not in the Outbox")
-            continue
-        if record.entry != dispatch.entry:
-            findings.add("corrupt", where_of(dispatch), f"dispatched as {dispatch.entry}, is {record.entry}")
-        for user in dispatch.recipients:
-            if truth.mailboxes[user].shard != dispatch.partition:
-                findings.add("mailbox", where_of(dispatch), f"{user} has entries in two shards")
-        strangers = set(dispatch.recipients) - set(record.parties)
-        if strangers:
-            findings.add("audience", where_of(dispatch), f"dispatched to {sorted(strangers)}")
+
+
+def _check_dispatch(truth: Truth, dispatch: Dispatch, record: Outbox, findings: Findings) -> None:
+    if record.entry != dispatch.entry:
+        findings.add("corrupt", where_of(dispatch), f"dispatched as {dispatch.entry}, is {record.entry}")
+    strangers = set(dispatch.recipients).difference(record.parties)
+    if strangers:
+        findings.add("audience", where_of(dispatch), f"dispatched to {sorted(strangers)}")
+    for user in dispatch.recipients:
+        if mailbox_of(truth, user).shard not in {-1, dispatch.partition}:
+            findings.add("mailbox", where_of(dispatch), f"{user} has entries in two shards")
 
 
 def _identity(dispatch: Dispatch) -> tuple[object, ...]:

@@ -1,0 +1,128 @@
+"""The checker can fail: clean histories are clean, each broken one is caught by the check that it breaks."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.checker.check import check, judge
+from tests.checker.generated import clean_run
+from tests.checker.history import (
+    FileHistory,
+    HistoryUnreadable,
+    MemoryHistory,
+    Recorder,
+    Send,
+    digest_of,
+    type_of_error,
+)
+from tests.checker.mutators import MORE, SIXTEEN, AnyEvent, Mutator, mutate
+from tests.checker.verdict import CHECKS
+
+SEEDS = range(20)
+events_of = cache(clean_run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_clean_history_is_clean(seed: int) -> None:
+    assert check(MemoryHistory(events_of(seed))) == []
+
+
+@pytest.mark.shows("F-09")
+@pytest.mark.parametrize("mutator", [*SIXTEEN, *MORE], ids=lambda mutator: mutator.change.__name__)
+def test_a_broken_history_is_caught_by_the_check_it_breaks(mutator: Mutator) -> None:
+    missed = [
+        seed
+        for seed in SEEDS
+        if mutator.seen_by not in judge(MemoryHistory(mutate(mutator, events_of(seed), seed))).counts
+    ]
+    assert not missed, f"{mutator.seen_by} was not reported for the seeds {missed}"
+
+
+def test_there_are_sixteen_mutators_of_the_contract() -> None:
+    assert len({mutator.change for mutator in SIXTEEN}) == 16
+
+
+def test_every_check_is_broken_by_some_mutator() -> None:
+    assert {mutator.seen_by for mutator in (*SIXTEEN, *MORE)} == set(CHECKS)
+
+
+def test_the_clean_histories_hold_what_makes_real_ones_hard() -> None:
+    figures = [judge(MemoryHistory(events_of(seed))).figures for seed in SEEDS]
+    assert sum(figure.outbox_repeats for figure in figures)
+    assert sum(figure.dispatch_repeats for figure in figures)
+    for outcome in ("ok", "fail", "info"):
+        assert sum(figure.operations["send"][outcome] for figure in figures)
+    died = sum(f.operations["send"]["invoke"] - f.operations["send"].total() // 2 for f in figures)
+    assert died > 0, "no client died with a request open"
+    assert all(figure.faults and figure.first_ok_seconds for figure in figures)
+
+
+def test_a_mutator_leaves_the_clean_history_alone() -> None:
+    for mutator in (*SIXTEEN, *MORE):
+        mutate(mutator, events_of(3), 3)
+    assert check(MemoryHistory(events_of(3))) == []
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, events: list[AnyEvent]) -> FileHistory:
+    """One file per process, as a live run writes them."""
+    paths: dict[str, Path] = {}
+    for event in events:
+        process = getattr(event, "process", "stores") if type(event).__name__ != "Sample" else "stores"
+        path = paths.setdefault(process, folder / f"{process}.jsonl")
+        with Recorder(path, holds="stores" if process == "stores" else "events") as recorder:
+            recorder.write(event)
+    return FileHistory([*paths.values()])
+
+
+def test_files_are_judged_like_the_list_they_came_from(tmp_path: Path) -> None:
+    verdict = judge(_write(tmp_path, events_of(1)))
+    assert verdict.clean, verdict.violations
+    assert verdict.figures == judge(MemoryHistory(events_of(1))).figures
+
+
+def test_a_broken_history_is_caught_in_files_too(tmp_path: Path) -> None:
+    broken = mutate(SIXTEEN[3], events_of(1), 1)
+    assert "mailbox" in judge(_write(tmp_path, broken)).counts
+
+
+def test_a_line_that_a_kill_cut_short_never_happened(tmp_path: Path) -> None:
+    path = tmp_path / "client.jsonl"
+    with Recorder(path) as recorder:
+        recorder.write(Send(1, "client", "invoke", 1, "a", "ab", "m", digest_of(b"x")))
+    with path.open("ab") as file:
+        file.write(b'["send",2,"client","ok",1,"a","ab","m')
+    assert len(list(FileHistory([path]).events())) == 1
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "client.jsonl"
+    with Recorder(path) as recorder:
+        recorder.write(Send(1, "client", "invoke", 1, "a", "ab", "m", digest_of(b"x")))
+    with path.open("ab") as file:
+        file.write(b'["send",2]\n')
+    with pytest.raises(HistoryUnreadable, match=r"client\.jsonl, line 3"):
+        list(FileHistory([path]).events())
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"a": 1}\n')
+    with pytest.raises(HistoryUnreadable, match="no head"):
+        FileHistory([path])
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [(1003, "fail"), (1004, "fail"), (2001, "info"), (2002, "fail"), (2003, "info"), (3001, "info")],
+)
+def test_only_a_proved_no_is_a_fail(code: int, outcome: str) -> None:
+    assert type_of_error(code) == outcome
+
+
+def test_the_same_seed_makes_the_same_history() -> None:
+    assert clean_run(5) == clean_run(5)
+    assert clean_run(5) != clean_run(6)
