@@ -115,7 +115,7 @@ class Engine:
     def replace_token(self, token: Secret) -> None:
         """Used from the next frame on; a living connection is renewed with it at once."""
         self._token = token
-        if self.work.transport is not None:
+        if self.work.transport is not None and self.work.transport.is_ready:
             self.work.transport.request(Op.AUTH, self._auth_body())
 
     def _auth_body(self) -> Auth:

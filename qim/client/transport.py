@@ -24,7 +24,7 @@ from qim.client.errors import Disconnected, error_name
 from qim.clock import Clock
 from qim.errors import ClientError
 from qim.limits import CONNECTION_SILENCE_MS_MAX, PING_INTERVAL_MS, TLS_HANDSHAKE_TIMEOUT_MS
-from qim.wire.connection import ClientConnection
+from qim.wire.connection import ClientConnection, State
 from qim.wire.frames import Frame
 from qim.wire.layout import ALPN
 
@@ -152,6 +152,11 @@ class Transport(asyncio.Protocol):
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(frame)
+
+    @property
+    def is_ready(self) -> bool:
+        """A request may be written: logged in, and no end has been seen."""
+        return self.failure is None and self.connection.state is State.READY
 
     def is_silent(self, now: float) -> bool:
         """Nothing came for so long that the other side is gone, whatever the kernel believes."""

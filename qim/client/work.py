@@ -65,7 +65,6 @@ from qim.wire.bodies import (
     SendMessage,
     build_message,
 )
-from qim.wire.connection import State
 from qim.wire.frames import Frame
 from qim.wire.layout import Op
 
@@ -198,9 +197,7 @@ class Work:
     async def ask(self, op: int, body: Struct) -> Any:  # noqa: ANN401 - the reply's body, by opcode
         """One request that is not kept: Disconnected without a connection, Timeout without an answer."""
         transport = self.transport
-        if transport is None or transport.failure is not None:
-            raise Disconnected(self.last_end)
-        if transport.connection.state is not State.READY:
+        if transport is None or not transport.is_ready:
             raise Disconnected(self.last_end)
         if transport.connection.open_requests >= ASKED_MAX:
             raise RateLimited(1.0)
@@ -376,7 +373,7 @@ class Work:
     async def pump(self) -> None:
         """Everything that is due goes out: a ping, a pull, outgoing messages."""
         transport = self.transport
-        if transport is None or transport.failure is not None:
+        if transport is None or not transport.is_ready:
             return
         now = self._clock.monotonic()
         if now >= self._next_ping_at:
@@ -399,6 +396,8 @@ class Work:
         if first_time:
             # The time of the first frame is durable before that frame: the age rule depends on it.
             await self._store.mark_sent(first_time)
+            if not transport.is_ready:
+                return  # it ended meanwhile: the rows wait for the next login
         for row in sends:
             body = SendMessage(
                 recovery.wire_target(row.target), row.client_message_id, row.message_type, row.custom_type,

@@ -10,7 +10,7 @@ from qim.client import AuthError, ConnectionLost, Disconnected, RateLimited, Rec
 from qim.client.errors import MessageRejected, SdkError, build_failure, is_final
 from qim.client.sync import HELD_SECONDS
 from qim.clock import ManualClock
-from qim.errors import CLIENT_ERRORS, Unavailable
+from qim.errors import CLIENT_ERRORS, GoingAway, Unavailable
 from qim.limits import CONNECTION_SILENCE_MS_MAX, PING_INTERVAL_MS
 from qim.wire.frames import build_frame
 from qim.wire.layout import Op
@@ -69,6 +69,35 @@ async def test_an_unanswered_pull_ends_the_connection(server: FakeServer, enter:
     advance(client, clock, milliseconds=12_000)
     [lost] = await happens(lambda: reader.of(ConnectionLost), what="the end")
     assert "pull" in lost.reason
+
+
+@pytest.mark.parametrize("end", ["cut", "goaway"])
+async def test_a_connection_that_ends_while_a_send_is_made_durable_does_not_end_the_client(
+    server: FakeServer, enter: Enter, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    client, reader = await enter()
+    await happens(lambda: client._running.work._chain.is_drained, what="the first drain")
+    store, transport = client._running.store, client._running.work.transport
+    assert transport is not None
+    mark_sent, waited = store.mark_sent, []
+
+    async def mark_sent_late(rows: Any) -> None:
+        if not waited:
+            waited.append(rows)
+            server.cut() if end == "cut" else server.goaway(GoingAway())
+            await happens(lambda: not transport.is_ready, what="the end of the connection")
+        await mark_sent(rows)
+
+    monkeypatch.setattr(store, "mark_sent", mark_sent_late)
+    # Queued without a login in sight: its first frame is stamped, and that is awaited, before it leaves.
+    client._running.work._chain.is_drained = False
+    sending = asyncio.create_task(client.send(PEER, "meanwhile"))
+    await happens(lambda: client._running.work._outgoing.count, what="the message is queued")
+    client._running.work._chain.is_drained = True
+    client._running._wake.set()
+    assert (await sending).conversation_seq == 1
+    assert waited
+    assert reader.failure is None
 
 
 async def test_a_refused_pull_is_repeated(server: FakeServer, enter: Enter) -> None:
