@@ -66,7 +66,7 @@ def _outbox(world: "World") -> Iterator[StoreRead]:
                 slot, offset, record.conversation_id.hex(), entry.conversation_seq,
                 (record.parties[:16].hex(), record.parties[16:].hex()), record.sender.hex(),
                 record.client_message_id.hex(), record.message_id.hex(), digest(record.body), digest(raw),
-                record.reserved_at,
+                record.reserved_at, round(world.servers.outbox.durable_at[slot, offset] * 1e9),
             )  # fmt: skip
 
 

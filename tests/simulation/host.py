@@ -12,12 +12,13 @@ from typing import Any, Final, NamedTuple
 
 from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.commits_memory import CommitState, MemoryCommitStore
+from qim.adapters.commits_one_step_memory import MemoryOneStepCommits
 from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
 from qim.clock import Clock
 from qim.config import Config
 from qim.domain.placement import Placement
 from qim.errors import StaleOwner, StoreError, StoreRefused, StoreUnknown
-from qim.ids import BootId, Millis, SlotId, WorkerId
+from qim.ids import BootId, Millis, Offset, SlotId, WorkerId
 from qim.metrics import Metrics
 from qim.ports import SlotClaim
 from qim.tokens import Identity
@@ -59,12 +60,27 @@ class Verifier:
         return self._identities[token]
 
 
+class WatchedLog(MemoryCommitLog):
+    """A log that remembers when each record became durable."""
+
+    def __init__(self, clock: Clock, loop: VirtualLoop) -> None:
+        super().__init__(clock)
+        self._loop = loop
+        self.durable_at: dict[tuple[SlotId, Offset], float] = {}
+
+    def store(self, records: Sequence[tuple[SlotId, bytes]]) -> list[Offset]:
+        offsets = super().store(records)
+        for (partition, _data), offset in zip(records, offsets, strict=True):
+            self.durable_at[partition, offset] = self._loop.time()
+        return offsets
+
+
 class Servers(NamedTuple):
     """Everything durable: instances and logs, and the server that each of them lives on."""
 
     commits: list[CommitState]
     mailboxes: list[MailboxState]
-    outbox: MemoryCommitLog
+    outbox: WatchedLog
     dispatch: MemoryCommitLog
     core_servers: list[Server]
     mailbox_servers: list[Server]
@@ -78,14 +94,19 @@ class Servers(NamedTuple):
 class Stores:
     """The stores of one process, as `RoleStores` wants them."""
 
-    def __init__(
-        self, servers: Servers, *, loop: VirtualLoop, clock: Clock, rng: Random, rates: Rates
-    ) -> None:
-        self.pipes = {server: Pipe(loop, server, rng, rates) for server in servers.all}
+    def __init__(self, servers: Servers, setting: "Setting", rates: Rates) -> None:
+        clock, rng = setting.store_clock, setting.rng
+        self.pipes = {server: Pipe(setting.loop, server, rng, rates) for server in servers.all}
+        commits = [MemoryCommitStore(clock, state) for state in servers.commits]
         self.commits: Sequence[Any] = [
-            FaultyPort(MemoryCommitStore(clock, state), self.pipes[server])
-            for state, server in zip(servers.commits, servers.core_servers, strict=True)
+            FaultyPort(store, self.pipes[server])
+            for store, server in zip(commits, servers.core_servers, strict=True)
         ]
+        self.one_step: dict[int, Any] = {
+            number: FaultyPort(MemoryOneStepCommits(store, servers.outbox), self.pipes[servers.log_server])
+            for number, store in enumerate(commits)
+            if setting.one_step and servers.core_servers[number] is servers.log_server
+        }
         self.mailboxes: Sequence[Any] = [
             FaultyPort(MemoryMailboxStore(clock, state), self.pipes[server])
             for state, server in zip(servers.mailboxes, servers.mailbox_servers, strict=True)
@@ -130,6 +151,7 @@ class Setting(NamedTuple):
     rng: Random
     verifier: Verifier
     store_clock: Clock
+    one_step: bool
     note: Callable[[str, str], None]
 
 
@@ -139,9 +161,7 @@ class Host:
     def __init__(self, setting: Setting, worker: WorkerId, number: int, clock: Clock, rates: Rates) -> None:
         self.worker = worker
         self.process = Process(f"worker-{worker}.{number}")
-        self.stores = Stores(
-            setting.servers, loop=setting.loop, clock=setting.store_clock, rng=setting.rng, rates=rates
-        )
+        self.stores = Stores(setting.servers, setting, rates)
         self.roles: LoopRoles | None = None
         self.is_serving = False
         self.is_draining = False

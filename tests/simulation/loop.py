@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 CLIENTS: Final = "clients"
 """The address where all gateways listen."""
+TICK_SECONDS: Final = 1e-6
+"""How long one pass of the loop takes."""
 SPINS_MAX: Final = 200_000
-"""Callbacks at one moment; far above what a batch of every role needs."""
+"""Callbacks without a pause; far above what a batch of every role needs."""
 
 
 class Stuck(Exception):
@@ -59,6 +61,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._runnable: deque[tuple[asyncio.Handle, Process | None]] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle, Process | None]] = []
         self._count = 0
+        self._spins = 0
         self._is_ending = False
         self._is_stopping = False
         self._world_tasks: list[asyncio.Task[Any]] = []
@@ -122,9 +125,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def run_until_complete(self, future: Any) -> Any:
         task = asyncio.ensure_future(future, loop=self)
-        task.add_done_callback(lambda _task: self.stop())
-        self.run_forever()
+        task.add_done_callback(self._stop_behind)
+        try:
+            self.run_forever()
+        finally:
+            task.remove_done_callback(self._stop_behind)
         return task.result()
+
+    def _stop_behind(self, _task: object) -> None:
+        self.stop()
 
     async def shutdown_default_executor(self) -> None:
         """There is none: nothing here runs in a thread."""
@@ -151,14 +160,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # --- time and processes --------------------------------------------------------------------------
 
     def _run_moment(self) -> None:
-        """Everything that is ready now, then the jump to the next timer."""
+        """Everything that is ready now; then the timers that are due, or the jump to the next one."""
         runnable = self._runnable
-        spins = 0
-        while runnable and not self._is_stopping:
+        for _ in range(len(runnable)):
             handle, process = runnable.popleft()
-            spins += 1
-            if spins > SPINS_MAX:
-                raise Stuck(f"{SPINS_MAX} callbacks at {self._now:.3f} s, the last one {handle!r}")
             if process is not None and not self._is_ending:
                 if not process.is_alive:
                     continue
@@ -166,18 +171,26 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     process.parked.append(handle)
                     continue
             if not handle.cancelled():
+                self._spins += 1
                 handle._run()
-        self.callbacks += spins
+        if self._spins > SPINS_MAX:
+            raise Stuck(f"{SPINS_MAX} callbacks without a pause at {self._now:.3f} s")
+        # Whatever ran took a moment: a deadline that rounding put just before its timer is then over.
+        self._now += TICK_SECONDS
         if not self._is_stopping:
-            self._jump()
+            self._take_due()
 
-    def _jump(self) -> None:
+    def _take_due(self) -> None:
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
-        if not timers:
-            raise Stuck(f"nothing is left to happen at {self._now:.3f} s")
-        self._now = max(self._now, timers[0][0])
+        if not self._runnable:
+            if not timers:
+                raise Stuck(f"nothing is left to happen at {self._now:.3f} s")
+            if timers[0][0] > self._now:
+                self._now = timers[0][0]
+                self.callbacks += self._spins
+                self._spins = 0
         while timers and timers[0][0] <= self._now:
             _when, _count, timer, process = heapq.heappop(timers)
             self._runnable.append((timer, process))

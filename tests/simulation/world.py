@@ -12,15 +12,15 @@ from typing import Any, Final, NamedTuple
 from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.commits_memory import CommitState
 from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
-from qim.client.errors import SdkError
+from qim.client.errors import SdkError, StoreError
 from qim.domain.fanout import shard_of
 from qim.domain.placement import Placement
 from qim.ids import DeviceId, MailboxSeq, Millis, SlotId, TenantId, UserId, WorkerId
 from qim.limits import SLOTS
 from qim.tokens import Identity
 from tests.simulation.device import Client, CommitFaults, LoopStore, build_token, open_database
-from tests.simulation.faults import Rates, Server
-from tests.simulation.host import Host, LoopClock, Servers, Setting, Verifier
+from tests.simulation.faults import WORLD, Rates, Server
+from tests.simulation.host import Host, LoopClock, Servers, Setting, Verifier, WatchedLog
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import NEVER, Network, Weather
 from tests.simulation.recording import Book, Wire
@@ -59,14 +59,14 @@ class Device:
         """What its user wanted while it was off."""
 
 
-def build_servers(plan: Plan, clock: LoopClock) -> Servers:
+def build_servers(plan: Plan, clock: LoopClock, loop: VirtualLoop) -> Servers:
     count = 2 if plan.topology == "instances" else 1
     together = [Server("store")]
     core = together if plan.topology == "together" else [Server(f"core-{at}") for at in range(count)]
     mailbox = together if plan.topology == "together" else [Server(f"mailbox-{at}") for at in range(count)]
     return Servers(
         commits=[CommitState() for _ in range(count)], mailboxes=[MailboxState() for _ in range(count)],
-        outbox=MemoryCommitLog(clock), dispatch=MemoryCommitLog(clock), core_servers=core,
+        outbox=WatchedLog(clock, loop), dispatch=MemoryCommitLog(clock), core_servers=core,
         mailbox_servers=mailbox, log_server=together[0] if plan.topology == "together" else Server("log"),
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ class World:
         self.net.client_weather = Weather(0.000_2, plan.client_delay)
         self.net.slice_share = plan.slice_share
         self.loop.network = self.net
-        self.servers = build_servers(plan, self.store_clock)
+        self.servers = build_servers(plan, self.store_clock, self.loop)
         self.book = Book(self.loop.time)
         self.trace: list[str] = []
         self.users = [UserId(f"user-{at}-0123456789"[:16].encode()) for at in range(plan.users)]
@@ -102,7 +102,8 @@ class World:
         count = len(self.servers.commits)
         self.setting = Setting(
             loop=self.loop, placement=Placement(plan.workers, count, count), servers=self.servers,
-            rng=self.rng, verifier=self._verifier(), store_clock=self.store_clock, note=self.note,
+            rng=self.rng, verifier=self._verifier(), store_clock=self.store_clock, one_step=plan.one_step,
+            note=self.note,
         )  # fmt: skip
 
     def _place_devices(self) -> list[Device]:
@@ -162,11 +163,24 @@ class World:
         store = LoopStore(device.database, me=placed.user, clock=clock, faults=device.faults)
         token = build_token(TENANT, placed.user, placed.device)
         client = Client(store, token, clock=clock, rng=self.rng)
-        await client.begin()
+        try:
+            await client.begin()
+        except StoreError as error:
+            # An application that cannot open its store tries again; whatever else ends it is a finding.
+            self.note(f"device-{placed.number}", str(error))
+            self.loop.call_later(RESTART_SECONDS, self._begin_again, device, context=WORLD)
+            return
+        except SdkError as error:
+            self.mistakes.append(f"device {placed.number} could not begin: {error!r}")
+            return
         device.client = client
         waiting, device.waiting = device.waiting, []
         for act in waiting:
             await self._do(device, client, act)
+
+    def _begin_again(self, device: Device) -> None:
+        self.kill_device(device)
+        self.start_device(device)
 
     def kill_device(self, device: Device) -> None:
         process, device.process, device.client = device.process, None, None
