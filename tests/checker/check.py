@@ -40,34 +40,31 @@ def judge(history: RunHistory, *, recovery_seconds_max: float = RECOVERY_SECONDS
     for event in history.events():
         match event:
             case Pull():
+                figures.operations["pull"][event.type] += 1
                 if event.type == "ok":
                     shown.on_page(event)
             case Push():
+                figures.operations["push"]["ok"] += 1
                 shown.on_push(event)
             case Send():
+                figures.operations["send"][event.type] += 1
                 sends.on_send(event)
             case History():
+                figures.operations["history"][event.type] += 1
                 conversations.on_history(event)
             case Read():
+                figures.operations["read"][event.type] += 1
                 conversations.on_read(event)
             case Device():
                 shown.on_device(event)
             case Fault():
                 faults.append(event)
-        _count(event, figures)
     sends.finish()
     shown.finish()
     conversations.finish()
     figures.deliveries = shown.entries
     _check_liveness(faults, sends, findings, figures, recovery_seconds_max)
     return Verdict(findings.kept, findings.counts, figures)
-
-
-def _count(event: object, figures: Figures) -> None:
-    if isinstance(event, Send | Pull | History | Read):
-        figures.note(type(event).__name__.lower(), event.type)
-    elif isinstance(event, Push):
-        figures.note("push", "ok")
 
 
 def _check_liveness(

@@ -10,7 +10,7 @@ drain each device has read everything.
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from tests.checker.history import Device, Pull, Push, Pushed
+from tests.checker.history import Device, Pull, Push, Pushed, Shown
 from tests.checker.stores import explain, mailbox_of
 from tests.checker.truth import Truth, UserMailbox
 from tests.checker.verdict import Findings
@@ -91,10 +91,18 @@ class ShownChecks:
             self._check_moment(push.user, mailbox, max(event.mailbox_seq for event in push.events), push.t)
 
     def _check_pushed(self, push: Push, event: Pushed, mailbox: UserMailbox) -> None:
-        where = f"push to {push.user}"
         place = mailbox.at(event.mailbox_seq)
+        if place < 0 or mailbox.entries[place] != event[1:]:
+            self._explain_pushed(push, event, mailbox.entries[place] if place >= 0 else None)
+        if event.previous and place > 0 and mailbox.seqs[place - 1] > event.previous:
+            self._findings.add(
+                "mailbox", f"push to {push.user}", f"hides the entry before {event.mailbox_seq}"
+            )
+
+    def _explain_pushed(self, push: Push, event: Pushed, expected: Shown | None) -> None:
+        """An echo has no entry of its own to be compared; anything else is wrong."""
+        where, name = f"push to {push.user}", f"{event.conversation} seq {event.seq}"
         record = self._truth.record_at(event.conversation, event.seq)
-        name = f"{event.conversation} seq {event.seq}"
         if record is None:
             self._findings.add("phantom", where, f"{name} is not in the Outbox")
         elif event.entry and event.entry != record.entry:
@@ -103,10 +111,8 @@ class ShownChecks:
             self._findings.add("mailbox", where, f"foreign: {name}")
         elif not event.entry and record.sender != push.user:
             self._findings.add("mailbox", where, f"the echo of {name} went to its recipient")
-        elif place < 0 or mailbox.entries[place].seq != event.seq:
+        elif expected is None or (expected.conversation, expected.seq) != (event.conversation, event.seq):
             self._findings.add("mailbox", where, f"{name} does not stand at {event.mailbox_seq}")
-        elif event.previous and place and mailbox.seqs[place - 1] > event.previous:
-            self._findings.add("mailbox", where, f"the entry before {event.mailbox_seq} is hidden")
 
     # --- devices ---
 

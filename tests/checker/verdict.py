@@ -4,7 +4,7 @@ A broken run can contradict itself a million times. The first hundred of each ch
 counted, so that a verdict fits in memory and on a screen.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -57,7 +57,7 @@ class Findings:
 class Figures:
     """What the run did; shows whether there was anything to find."""
 
-    operations: dict[str, Counter[str]] = field(default_factory=dict)
+    operations: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Kind → how many ended ok, fail, info."""
     deliveries: int = 0
     """Entries that pages and pushes showed to a device."""
@@ -68,9 +68,6 @@ class Figures:
     faults: Counter[str] = field(default_factory=Counter)
     first_ok_seconds: list[float] = field(default_factory=list)
     """After each healing, in the order of healing."""
-
-    def note(self, kind: str, outcome: str, count: int = 1) -> None:
-        self.operations.setdefault(kind, Counter())[outcome] += count
 
 
 class Verdict(NamedTuple):
