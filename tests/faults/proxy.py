@@ -194,7 +194,8 @@ class Proxy:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if isinstance(self.upstream, Path):
-            return await asyncio.open_unix_connection(str(self.upstream))
+            # Resolved each time: a service may put its sockets elsewhere at each start and leave a link.
+            return await asyncio.open_unix_connection(str(self.upstream.resolve()))
         return await asyncio.open_connection(*self.upstream)
 
 
