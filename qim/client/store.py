@@ -52,12 +52,16 @@ T = TypeVar("T")
 
 
 class _Step(Generic[T]):
-    __slots__ = ("error", "future", "ordinals", "result", "run")
+    __slots__ = ("error", "future", "is_last", "ordinals", "result", "run")
 
-    def __init__(self, run: Callable[[StoreSteps], T], future: "asyncio.Future[T]", ordinals: int) -> None:
+    def __init__(
+        self, run: Callable[[StoreSteps], T], future: "asyncio.Future[T]", ordinals: int, *, is_last: bool
+    ) -> None:
         self.run = run
         self.future = future
         self.ordinals = ordinals
+        self.is_last = is_last
+        """Ends its transaction: what comes behind it counts on what it has committed."""
         self.result: T | None = None
         self.error: BaseException | None = None
 
@@ -181,9 +185,12 @@ class Store:
             self._ordinals.clear()
             return steps.renew_identity(is_device_bound)
 
-        return await self._step(run)
+        # A message queued behind it needs an ordinal of the new counter, which is reserved between the two.
+        return await self._step(run, is_last=True)
 
-    def _step(self, run: Callable[[StoreSteps], T], *, ordinals: int = 0) -> "asyncio.Future[T]":
+    def _step(
+        self, run: Callable[[StoreSteps], T], *, ordinals: int = 0, is_last: bool = False
+    ) -> "asyncio.Future[T]":
         future: asyncio.Future[T] = self._loop.create_future()
         with self._wake:
             if self._is_closing:
@@ -192,7 +199,7 @@ class Store:
                 raise StoreUnavailable(
                     f"local store {self.path}: {STEPS_WAITING_MAX} steps wait for the disk"
                 )
-            self._waiting.append(_Step(run, future, ordinals))
+            self._waiting.append(_Step(run, future, ordinals, is_last=is_last))
             self._wake.notify()
         return future
 
@@ -226,8 +233,12 @@ class Store:
                 self._wake.wait()
             if not self._waiting:
                 return None
-            count = min(len(self._waiting), STEPS_PER_TRANSACTION_MAX)
-            return [self._waiting.popleft() for _ in range(count)]
+            batch: list[_Step[Any]] = []
+            while self._waiting and len(batch) < STEPS_PER_TRANSACTION_MAX:
+                batch.append(self._waiting.popleft())
+                if batch[-1].is_last:
+                    break
+            return batch
 
     def _run_transaction(self, connection: sqlite3.Connection, batch: list[_Step[Any]]) -> None:
         error: BaseException | None = self._damage

@@ -120,6 +120,25 @@ async def test_an_echo_is_held_only_if_its_message_is_here(store: Store) -> None
     assert applied.missing_echoes == {missing}
 
 
+@pytest.mark.shows("K6", "F-38")
+async def test_messages_queued_around_a_renewal_are_kept_under_the_counter_of_their_place(
+    store: Store,
+) -> None:
+    """All at once, so that one transaction would take them together."""
+    device = (await store.load(bound_device=None)).device_id
+    before = asyncio.ensure_future(queue(store, device))
+    await asyncio.sleep(0)
+    renewal = asyncio.ensure_future(store.renew_identity(is_device_bound=False))
+    await asyncio.sleep(0)
+    after = [asyncio.ensure_future(queue(store, device)) for _ in range(ORDINAL_BLOCK + 1)]
+    renewed, *cmids = await asyncio.gather(renewal, before, *after)
+    assert renewed != device
+    ordinal_of = {row.client_message_id: row.ordinal for row in (await store.load(bound_device=None)).pending}
+    assert ordinal_of.keys() == set(cmids)
+    old, *new = (ordinal_of[cmid] for cmid in cmids)
+    assert all(abs(ordinal - old) > 2 * ORDINAL_BLOCK for ordinal in new), "the old counter was used again"
+
+
 @pytest.mark.shows("K6")
 async def test_ordinals_are_reserved_before_use_and_never_again_after_a_rollback(
     store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
