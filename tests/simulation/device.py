@@ -11,23 +11,21 @@ import base64
 import json
 import sqlite3
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from qim.client import schema
 from qim.client.account import Endpoint, Secret, read_account
 from qim.client.client import AsyncClient
 from qim.client.engine import Engine, Identity
 from qim.client.errors import SdkError, StoreUnavailable
-from qim.client.steps import StoreSteps
-from qim.client.store import Store, _report, _Step
+from qim.client.store import Store, _report
 from qim.clock import Clock
 from qim.ids import DeviceId, TenantId, UserId
 from qim.records import MessageRecord, build_entry, encode_record
 from tests.checker.history import Held, digest_of
-
-T = TypeVar("T")
 
 ENDPOINT: Final = Endpoint("qim", 7443)
 COMMIT_SECONDS_MAX: Final = 0.02
@@ -42,11 +40,19 @@ def build_token(tenant: TenantId, user: UserId, device: DeviceId) -> str:
 def open_database(device: DeviceId, *, ordinal: int) -> sqlite3.Connection:
     """A fresh one, with the identity that chance would have given it."""
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    schema.migrate(connection, Path("memory"))
+    connection.deserialize(_empty_database())
     connection.executemany(
         "INSERT INTO meta VALUES (?, ?)", [("device_id", device), ("ordinal", ordinal), ("cursor", 0)]
     )
     return connection
+
+
+@cache
+def _empty_database() -> bytes:
+    """Its tables are made once per process of ours: that costs more than a short run."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    schema.migrate(connection, Path("memory"))
+    return connection.serialize()
 
 
 class CommitFaults:
@@ -63,6 +69,19 @@ class CommitFaults:
         return hit
 
 
+class _LoopWaker:
+    """Stands where the store's writer thread waits: a notice sets the timer of the next transaction."""
+
+    def __init__(self, notice: Callable[[], None]) -> None:
+        self.notify = notice
+
+    def __enter__(self) -> None:
+        """Nothing to lock: there is one thread."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to unlock."""
+
+
 class LoopStore(Store):
     """The local store without its thread."""
 
@@ -73,34 +92,34 @@ class LoopStore(Store):
         self._connection = connection
         self._faults = faults
         self._timer: asyncio.TimerHandle | None = None
+        waker: Any = _LoopWaker(self._plan_transaction)
+        self._wake = waker
 
-    def _step(self, run: Callable[[StoreSteps], T], *, ordinals: int = 0) -> "asyncio.Future[T]":
-        future: asyncio.Future[T] = self._loop.create_future()
-        if self._is_closing:
-            raise StoreUnavailable("the store is closed")
-        self._waiting.append(_Step(run, future, ordinals))
+    def _plan_transaction(self) -> None:
         if self._timer is None:
             pause = self._faults.rng.uniform(0.000_1, COMMIT_SECONDS_MAX)
             self._timer = self._loop.call_later(pause, self._commit)
-        return future
 
     def _commit(self) -> None:
         self._timer = None
-        batch = list(self._waiting)
-        self._waiting.clear()
+        if not self._waiting:
+            return
+        batch = self._take()
+        assert batch is not None
         if self._faults.strikes():
             for step in batch:
                 step.error = StoreUnavailable("the disk is full, says the schedule")
         else:
             self._run_transaction(self._connection, batch)
         _report(batch)
+        if self._waiting:
+            self._plan_transaction()
 
     async def close(self) -> None:
-        """What waits is given up: nobody has been told that it is durable."""
-        self._is_closing = True
-        if self._timer is not None:
-            self._timer.cancel()
+        """As the thread would: what waits is run, then nothing more is taken."""
+        while self._waiting:
             self._commit()
+        self._is_closing = True
 
 
 class Client(AsyncClient):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CLIENTS: Final = "clients"
 """The address where all gateways listen."""
+ENDINGS_MAX: Final = 5
 TICK_SECONDS: Final = 1e-6
 """How long one pass of the loop takes."""
 SPINS_MAX: Final = 200_000
@@ -68,6 +69,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.raised: list[dict[str, Any]] = []
         """What callbacks raised and nobody awaited; a run in which this happens has failed."""
         self.callbacks = 0
+        self.unended: list[asyncio.Task[Any]] = []
         self.network: Network | None = None
         """Who stands in for sockets."""
         self.set_task_factory(_make_task)
@@ -165,9 +167,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(len(runnable)):
             handle, process = runnable.popleft()
             if process is not None and not self._is_ending:
-                if not process.is_alive:
-                    continue
-                if process.is_paused:
+                if process.is_paused or not process.is_alive:
                     process.parked.append(handle)
                     continue
             if not handle.cancelled():
@@ -202,7 +202,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def kill(self, process: Process) -> None:
         """Ends it between two callbacks: whatever it was about to do does not happen."""
         process.is_alive = False
-        process.parked.clear()
 
     def pause(self, process: Process) -> None:
         process.is_paused = True
@@ -210,23 +209,26 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def resume(self, process: Process) -> None:
         """What has become due meanwhile happens now, in its order."""
         process.is_paused = False
-        while process.parked:
+        while process.is_alive and process.parked:
             self._runnable.append((process.parked.popleft(), process))
 
     def end(self, processes: list[Process]) -> None:
         """After the verdict: gives every coroutine of the run its end, so that none is left to the collector."""
         self._is_ending = True
-        tasks = [task for process in processes for task in process.tasks if not task.done()]
-        tasks += [task for task in self._world_tasks if not task.done()]
-        for process in processes:
-            process.is_paused = False
-            process.parked.clear()
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self.run_until_complete(_all_ended(tasks))
-        self._runnable.clear()
         self._timers.clear()
+        for process in processes:
+            # A task whose wake-up was held back can only end by it.
+            self._runnable.extend((handle, process) for handle in process.parked)
+        everything = [*self._world_tasks, *(task for process in processes for task in process.tasks)]
+        # Some wait once more on their way out, for what will not come any more.
+        for _ in range(ENDINGS_MAX):
+            tasks = [task for task in everything if not task.done()]
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(_all_ended(tasks))
+        self.unended = [task for task in everything if not task.done()]
         self.close()
 
     def note_task(self, task: asyncio.Task[Any], process: Process | None) -> None:
@@ -243,4 +245,4 @@ def _make_task(
 
 
 async def _all_ended(tasks: list[asyncio.Task[Any]]) -> None:
-    await asyncio.wait(tasks, timeout=3_600)
+    await asyncio.wait(tasks, timeout=10)

@@ -70,6 +70,7 @@ def finish(world: World) -> None:
         for pipe in server.pipes:
             pipe.is_over = True
     world.loop.end(world.processes)
+    assert not world.loop.unended, world.loop.unended
 
 
 @contextmanager

@@ -5,6 +5,7 @@ everything, waits until nothing moves any more, lets every device read everythin
 stores. It judges nothing but liveness: what must become quiet does so within a bounded virtual time.
 """
 
+import asyncio
 from collections.abc import Callable
 from random import Random
 from typing import Any, Final, NamedTuple
@@ -155,7 +156,13 @@ class World:
         self.net.observers[process] = Wire(
             self.book, process.name, TENANT, placed.user, placed.device.hex()
         )
-        self.loop.spawn(process, self._live(device), name=process.name)
+        task = self.loop.spawn(process, self._live(device), name=process.name)
+        task.add_done_callback(self._on_task_done, context=WORLD)
+
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.mistakes.append(f"{task.get_name()} raised {error!r}")
 
     async def _live(self, device: Device) -> None:
         placed = device.placed
@@ -198,7 +205,9 @@ class World:
         if device.client is None or device.process is None:
             device.waiting.append(act)
             return
-        self.loop.spawn(device.process, self._do(device, device.client, act), name=f"act {act.what}")
+        work = self._do(device, device.client, act)
+        task = self.loop.spawn(device.process, work, name=f"act {act.what}")
+        task.add_done_callback(self._on_task_done, context=WORLD)
 
     async def _do(self, device: Device, client: Client, act: Act) -> None:
         peer = self.users[act.peer]
@@ -306,6 +315,9 @@ class World:
         for worker, host in enumerate(self.hosts):
             if host is None or not host.is_serving or host.is_draining:
                 return f"worker {worker} does not serve"
+        for host in self.retired:
+            if host.process.is_alive:
+                return f"{host.process.name} lives on, although its slots have another owner"
         for device in self.devices:
             client = device.client
             if client is None:
@@ -350,7 +362,10 @@ class World:
             if (process := device.process) is not None and (client := device.client) is not None
         ]
         for read in reads:
-            await read
+            try:
+                await read
+            except SdkError as error:
+                raise NotQuiet(f"a read after everything healed gave {error!r}") from error
 
     async def _read_all(self, device: Device, client: Client) -> None:
         for peer in self.users:
