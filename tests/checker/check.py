@@ -8,8 +8,10 @@ Pure: a history goes in, a verdict comes out. The stores are read first and stay
 deliveries only by what it takes to read them.
 """
 
+import gc
 from bisect import bisect_right
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from tests.checker.conversations import ConversationChecks
 from tests.checker.history import Device, Fault, History, Pull, Push, Read, RunHistory, Send
@@ -28,41 +30,40 @@ def check(history: RunHistory) -> list[Violation]:
 
 
 def judge(history: RunHistory, *, recovery_seconds_max: float = RECOVERY_SECONDS_MAX) -> Verdict:
+    # Millions of containers live until the end: the collector would walk them again and again for nothing.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _judge(history, recovery_seconds_max)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _judge(history: RunHistory, recovery_seconds_max: float) -> Verdict:
     findings, figures = Findings(), Figures()
     reads = sort_reads(history.store_reads())
     truth = build_truth(reads)
     check_stores(truth, reads, findings, figures)
     del reads  # the truth holds what the events are compared with
-    sends = SendChecks(truth, findings)
-    shown = ShownChecks(truth, findings)
-    conversations = ConversationChecks(truth, findings)
+    sends = SendChecks(truth, findings, figures.operations["send"])
+    shown = ShownChecks(truth, findings, figures)
+    conversations = ConversationChecks(truth, findings, figures)
     faults: list[Fault] = []
+    handlers: dict[type[object], Callable[[Any], None]] = {
+        Send: sends.on_send,
+        Pull: shown.on_pull,
+        Push: shown.on_push,
+        Device: shown.on_device,
+        History: conversations.on_history,
+        Read: conversations.on_read,
+        Fault: faults.append,
+    }
     for event in history.events():
-        match event:
-            case Pull():
-                figures.operations["pull"][event.type] += 1
-                if event.type == "ok":
-                    shown.on_page(event)
-            case Push():
-                figures.operations["push"]["ok"] += 1
-                shown.on_push(event)
-            case Send():
-                figures.operations["send"][event.type] += 1
-                sends.on_send(event)
-            case History():
-                figures.operations["history"][event.type] += 1
-                conversations.on_history(event)
-            case Read():
-                figures.operations["read"][event.type] += 1
-                conversations.on_read(event)
-            case Device():
-                shown.on_device(event)
-            case Fault():
-                faults.append(event)
+        handlers[type(event)](event)
     sends.finish()
     shown.finish()
     conversations.finish()
-    figures.deliveries = shown.entries
     _check_liveness(faults, sends, findings, figures, recovery_seconds_max)
     return Verdict(findings.kept, findings.counts, figures)
 

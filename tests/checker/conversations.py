@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from qim.errors import PermissionDenied
 from tests.checker.history import History, Read
 from tests.checker.truth import Conversation, Truth
-from tests.checker.verdict import Findings
+from tests.checker.verdict import Figures, Findings
 
 
 @dataclass(slots=True)
@@ -28,9 +28,10 @@ class Marks:
 class ConversationChecks:
     """Takes pages and marks one by one; `finish` judges marks in the order of time."""
 
-    def __init__(self, truth: Truth, findings: Findings) -> None:
+    def __init__(self, truth: Truth, findings: Findings, figures: Figures) -> None:
         self._truth = truth
         self._findings = findings
+        self._figures = figures
         self._asked: dict[tuple[str, int], int] = {}
         self._marks: dict[tuple[str, str], Marks] = {}
         self._heads: dict[str, list[tuple[int, int, int]]] = {}
@@ -38,6 +39,7 @@ class ConversationChecks:
     # --- history ---
 
     def on_history(self, page: History) -> None:
+        self._figures.operations["history"][page.type] += 1
         where = f"history of {page.conversation} for {page.user}"
         if page.type == "invoke":
             self._asked[page.process, page.operation] = page.t
@@ -76,6 +78,7 @@ class ConversationChecks:
     # --- read marks ---
 
     def on_read(self, event: Read) -> None:
+        self._figures.operations["read"][event.type] += 1
         operation = (event.process, event.operation)
         marks = self._marks.setdefault((event.conversation, event.user), Marks())
         marks.wanted_max = max(marks.wanted_max, event.wanted)

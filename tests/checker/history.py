@@ -38,6 +38,7 @@ from qim.errors import DeadlineExceeded, Unavailable
 
 FORMAT: Final = 1
 MAGIC: Final = "qim-history"
+BLOCK_BYTES: Final = 1 << 20
 
 Type: TypeAlias = Literal["invoke", "ok", "fail", "info"]
 Holds: TypeAlias = Literal["events", "stores"]
@@ -378,15 +379,31 @@ def _read_head(path: Path) -> tuple[Holds, int]:
 
 
 def _read_lines(path: Path) -> Iterator[Event | StoreRead]:
-    with path.open("rb", buffering=1 << 20) as file:
-        file.readline()
-        for number, line in enumerate(file, start=2):
-            if not line.endswith(b"\n"):
-                return  # cut short by a kill
+    """Decoded a megabyte at a time: a call per line would cost as much as the line."""
+    with path.open("rb", buffering=0) as file:
+        rest = b""
+        lines = 0
+        while block := file.read(BLOCK_BYTES):
+            whole, newline, rest = (rest + block).rpartition(b"\n")
+            if not newline:
+                continue
+            if not lines:
+                whole, lines = whole.partition(b"\n")[2], 1  # without the head
             try:
-                yield _decoder.decode(line)
+                yield from _decoder.decode_lines(whole)
             except msgspec.MsgspecError as error:
-                raise HistoryUnreadable(f"{path}, line {number}: {error}") from error
+                raise HistoryUnreadable(_name_line(path, whole, lines)) from error
+            lines += whole.count(b"\n") + 1
+        # What stands behind the last line end was cut short by a kill.
+
+
+def _name_line(path: Path, whole: bytes, lines_before: int) -> str:
+    for number, line in enumerate(whole.split(b"\n"), start=lines_before + 1):
+        try:
+            _decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            return f"{path}, line {number}: {error}"
+    raise AssertionError("no line of an unreadable block is unreadable")
 
 
 def files_of(folder: Path) -> list[Path]:

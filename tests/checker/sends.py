@@ -9,6 +9,7 @@ Order in real time is one sweep per conversation over two sorted lists: when a m
 sequence that was acknowledged before is a lower bound for its own.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.checker.history import Send
@@ -31,14 +32,16 @@ class SentMessage:
 class SendChecks:
     """Takes the sends of a history one by one; `finish` judges what needs all of them."""
 
-    def __init__(self, truth: Truth, findings: Findings) -> None:
+    def __init__(self, truth: Truth, findings: Findings, ends: Counter[str]) -> None:
         self._truth = truth
         self._findings = findings
+        self._ends = ends
         self._messages: dict[MessageKey, SentMessage] = {}
         self.ok_moments: list[int] = []
         self.sent_last_at = 0
 
     def on_send(self, event: Send) -> None:
+        self._ends[event.type] += 1
         key = (event.conversation, event.user, event.client_message_id)
         message = self._messages.get(key)
         if message is None:

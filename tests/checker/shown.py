@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.checker.history import Device, Pull, Push, Pushed, Shown
 from tests.checker.stores import explain, mailbox_of
 from tests.checker.truth import Truth, UserMailbox
-from tests.checker.verdict import Findings
+from tests.checker.verdict import Figures, Findings
 
 
 @dataclass(slots=True)
@@ -30,16 +30,18 @@ class Cursor:
 class ShownChecks:
     """Takes pages and pushes one by one; `finish` asks whether every device has read everything."""
 
-    def __init__(self, truth: Truth, findings: Findings) -> None:
+    def __init__(self, truth: Truth, findings: Findings, figures: Figures) -> None:
         self._truth = truth
         self._findings = findings
+        self._figures = figures
         self._cursors: dict[str, Cursor] = {}
-        self.entries = 0
 
     # --- pages ---
 
-    def on_page(self, page: Pull) -> None:
-        """A MAILBOX_BATCH."""
+    def on_pull(self, page: Pull) -> None:
+        self._figures.operations["pull"][page.type] += 1
+        if page.type != "ok":
+            return
         cursor = self._cursors.get(page.device)
         if cursor is None:
             cursor = self._cursors[page.device] = Cursor(page.user)
@@ -48,7 +50,7 @@ class ShownChecks:
             self._findings.add("client", f"device {page.device}", detail)
         cursor.said.add(page.covered_through)
         cursor.last = page.covered_through
-        self.entries += len(page.entries)
+        self._figures.deliveries += len(page.entries)
         mailbox = mailbox_of(self._truth, page.user)
         self._check_page(page, mailbox)
         self._check_moment(page.user, mailbox, page.covered_through, page.t)
@@ -83,7 +85,8 @@ class ShownChecks:
     # --- pushes ---
 
     def on_push(self, push: Push) -> None:
-        self.entries += len(push.events)
+        self._figures.operations["push"]["ok"] += 1
+        self._figures.deliveries += len(push.events)
         mailbox = mailbox_of(self._truth, push.user)
         for event in push.events:
             self._check_pushed(push, event, mailbox)
