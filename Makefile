@@ -22,7 +22,7 @@ QIM_STAMP := $(VENV)/.qim-$(shell { pwd; cat requirements.lock pyproject.toml; }
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 
-.PHONY: help setup run demo check test test-fast test-long matrix bench clean
+.PHONY: help setup run demo check test test-fast test-long matrix mutants prove bench clean
 
 help:
 	@echo 'make run        start qim with an embedded store, show a demo, serve until Ctrl-C'
@@ -31,7 +31,9 @@ help:
 	@echo 'make test       every test that belongs to every change'
 	@echo 'make test-fast  unit, wire, property and style tests'
 	@echo 'make test-long  the rows that take minutes'
+	@echo 'make mutants    break the code on purpose and see that the tests notice; minutes. ARGS="NAME --json"'
 	@echo 'make matrix     which medium may carry messages after an acknowledgement; for example ARGS="--json E2a"'
+	@echo 'make prove      a minute of load and random faults, then the verdict; ARGS="--seconds 60 --seed 7 --json"'
 	@echo 'make bench      cost per message here; for example ARGS="--rate 1000 --seconds 20 --json"'
 	@echo 'make clean      remove everything that make created, except the data in .qim-dev/'
 
@@ -63,6 +65,12 @@ test-long: setup
 
 matrix: setup
 	@exec $(BIN)/python -m tests.matrix $(ARGS)
+
+mutants: setup
+	@exec $(BIN)/python -m tests.mutants $(ARGS)
+
+prove: setup
+	@exec $(BIN)/python -m tests.checker.live $(ARGS)
 
 bench: setup
 	@exec $(BIN)/python -m loadtest.capacity $(ARGS)

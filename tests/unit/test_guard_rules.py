@@ -18,6 +18,7 @@ def test_the_demanded_settings_pass() -> None:
     assert find_wrong_settings(REQUIRED_SETTINGS, tool="redis-cli") == []
 
 
+@pytest.mark.shows("C10")
 @pytest.mark.parametrize("setting", REQUIRED_SETTINGS)
 def test_each_setting_is_named_with_found_wanted_and_remedy(setting: str) -> None:
     (line,) = find_wrong_settings({**REQUIRED_SETTINGS, setting: "other"}, tool="redis-cli -p 1")

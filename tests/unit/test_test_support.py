@@ -35,11 +35,17 @@ def test_ids_are_sorted_by_number_and_fault_rows_stand_apart_from_fanout_rules()
     ]
 
 
-def test_rows_name_each_required_id_once() -> None:
-    rows = ids_table.build_rows({"C1": ["a.py::test_x[1]", "a.py::test_x[2]"]}, {"a.py::test_x[1]": "passed"})
-    by_id = {row[0]: row for row in rows}
-    assert by_id["C1"] == ("C1", ("test_x",), "passed")
-    assert by_id["F-47"] == ("F-47", (), "unproved")
+def test_rows_name_each_required_id_once_and_prove_none_that_no_mutant_breaks() -> None:
+    tests = {"C1": ["a.py::test_x[1]", "a.py::test_x[2]"], "C2": ["a.py::test_y"], "C3": ["a.py::test_y"]}
+    outcomes: dict[str, ids_table.Outcome] = {"a.py::test_x[1]": "passed", "a.py::test_y": "passed"}
+    rows = ids_table.build_rows(
+        tests, outcomes, mutants={"C1": ["one", "two"]}, without_mutant={"C1": "unused", "C3": "a reason"}
+    )
+    by_id = {row.proof_id: row for row in rows}
+    assert by_id["C1"] == ("C1", ("test_x",), ("one", "two"), "passed")
+    assert by_id["C2"] == ("C2", ("test_y",), (), "unproved")
+    assert by_id["C3"] == ("C3", ("test_y",), ("none: a reason",), "passed")
+    assert by_id["F-47"] == ("F-47", (), (), "unproved")
     assert len(rows) == len(by_id) == len(ids_table.REQUIRED_IDS)
 
 
@@ -55,10 +61,10 @@ def test_an_unproved_id_fails_the_run_only_when_ids_are_required(pytester: pytes
     body = "import pytest\n@pytest.mark.shows('C1')\ndef test_one(): pass\n"
     relaxed = _session(pytester, body)
     assert relaxed.ret == 0
-    relaxed.stdout.fnmatch_lines(["C1 *| test_one | passed"])
+    relaxed.stdout.fnmatch_lines(["C1 *| test_one | *"])
     strict = _session(pytester, body, "--ids-required")
     assert strict.ret == 1
-    strict.stdout.fnmatch_lines(["C2 *| - | unproved", "unproved and required:*"])
+    strict.stdout.fnmatch_lines(["C2 *| - | * | unproved", "unproved and required:*"])
 
 
 def test_a_callback_that_raises_fails_the_test(pytester: pytest.Pytester) -> None:

@@ -186,6 +186,7 @@ async def test_an_answer_in_time_keeps_the_connection(tmp_path: Path) -> None:
         assert pipe.is_connected
 
 
+@pytest.mark.shows("F-08")
 async def test_a_lost_line_fails_what_was_sent_as_unknown_and_the_pipe_comes_back(tmp_path: Path) -> None:
     async with scripted(tmp_path, lambda _: None) as (server, pipe):
         noted: list[str] = []

@@ -1,0 +1,28 @@
+"""All mutants, and the ids of `REQUIRED_IDS` that no mutant can break, each with its reason.
+
+The table at the end of `make test` shows the names from here beside each id; `make mutants` proves them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from tests.ids_table import REQUIRED_IDS
+from tests.mutants.model import Mutant, names_by_id
+from tests.mutants.of_client import OF_CLIENT
+from tests.mutants.of_edges import OF_EDGES
+from tests.mutants.of_fanout import OF_FANOUT
+from tests.mutants.of_mailbox import OF_MAILBOX
+from tests.mutants.of_writer import OF_WRITER
+
+ALL: Final[tuple[Mutant, ...]] = OF_WRITER + OF_FANOUT + OF_MAILBOX + OF_CLIENT + OF_EDGES
+
+WITHOUT_MUTANT: Final[Mapping[str, str]] = {}
+"""Id → why no small change of the code can break it."""
+
+
+def unproved_ids(mutants: Iterable[Mutant]) -> list[str]:
+    """Required ids that none of these turns red and that have no reason to stand alone."""
+    turned = names_by_id(mutants)
+    return [
+        proof_id for proof_id in REQUIRED_IDS if proof_id not in turned and proof_id not in WITHOUT_MUTANT
+    ]

@@ -1,0 +1,227 @@
+"""Mutants of the edges: frames, bodies, tokens, links, the map, the guards, the pipe to the store."""
+
+from typing import Final
+
+from tests.mutants.model import Change, Mutant
+
+_WIRE: Final = "tests/property/test_wire.py::"
+_VECTORS: Final = "tests/wire/test_vectors.py::"
+_TOO_LONG: Final = "            if version != PROTOCOL_VERSION or flags or length > self._body_bytes_max:\n"
+
+OF_EDGES: Final = (
+    Mutant(
+        "frame-length-unchecked",
+        "A header that promises four gigabytes is waited for instead of refused.",
+        ("F-45",),
+        (
+            f"{_WIRE}test_length_above_the_limit_is_refused_on_the_header_without_allocation",
+            f"{_VECTORS}test_header_is_refused_with_its_code_however_it_is_cut",
+        ),
+        (
+            Change(
+                "qim/wire/frames.py",
+                f"length = _unpack_header(view, at)\n{_TOO_LONG}",
+                "length = _unpack_header(view, at)\n            if version != PROTOCOL_VERSION or flags:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "cut-header-unchecked",
+        "A length is checked only where a header comes in one piece.",
+        ("F-45",),
+        (f"{_VECTORS}test_header_is_refused_with_its_code_however_it_is_cut",),
+        (
+            Change(
+                "qim/wire/frames.py",
+                f"length = _unpack_header(residue)\n{_TOO_LONG}",
+                "length = _unpack_header(residue)\n            if version != PROTOCOL_VERSION or flags:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "body-allocated-from-its-header",
+        "Memory for a body is taken when its header comes, not when its bytes do.",
+        ("F-45",),
+        (f"{_WIRE}test_header_that_promises_the_largest_body_costs_only_what_arrived",),
+        (
+            Change(
+                "qim/wire/frames.py",
+                "                self._wanted = stop - at\n                break\n",
+                "                self._wanted = stop - at\n                self._room = bytearray(length)\n"
+                "                break\n",
+            ),
+            Change(
+                "qim/wire/frames.py",
+                '("_body_bytes_max", "_failure",',
+                '("_room", "_body_bytes_max", "_failure",',
+            ),
+        ),
+    ),
+    Mutant(
+        "refused-splitter-goes-on",
+        "Frames are read behind a broken header, where nothing has a border any more.",
+        ("F-45",),
+        (f"{_VECTORS}test_refused_splitter_stays_refused",),
+        (
+            Change(
+                "qim/wire/frames.py",
+                "        if self._failure is not None:\n            raise self._failure\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "garbage-crashes-the-reader",
+        "Bytes that are no message raise something that nobody expects.",
+        ("F-46",),
+        (f"{_WIRE}test_garbage_body_is_decoded_or_refused",),
+        (
+            Change(
+                "qim/wire/bodies.py",
+                "        body = decode(data)\n    except UNREADABLE as error:\n",
+                "        body = decode(data)\n    except msgspec.ValidationError as error:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "refusal-quotes-the-body",
+        "The text of a refusal repeats what the client wrote, and goes into logs with it.",
+        ("F-46",),
+        (f"{_WIRE}test_refusal_of_a_body_does_not_quote_it",),
+        (
+            Change(
+                "qim/wire/bodies.py",
+                "        raise _unreadable(op, error) from error\n    if op == _AUTH:",
+                '        raise InvalidArgument(f"body {data!r}") from error\n    if op == _AUTH:',
+            ),
+        ),
+    ),
+    Mutant(
+        "server-op-from-a-client",
+        "A client may send what only a server may.",
+        ("F-46",),
+        (f"{_VECTORS}test_opcode_that_the_peer_may_not_send_ends_the_connection_or_is_ignored",),
+        (
+            Change(
+                "qim/wire/connection.py",
+                "                    if frame.opcode not in CLIENT_OPS:\n",
+                "                    if not frame.opcode:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "expired-token-accepted",
+        "A token works for ever.",
+        ("F-47",),
+        (
+            "tests/unit/test_tokens.py::test_every_refused_token_gets_the_same_answer",
+            "tests/unit/workers/test_gateway.py::test_every_token_that_is_refused_gets_the_same_bytes",
+        ),
+        (
+            Change(
+                "qim/tokens.py",
+                "        if identity.expires_at_ms <= self._clock.now_ms():\n",
+                "        if identity.expires_at_ms <= 0:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "foreign-audience-accepted",
+        "A token of another service opens this one.",
+        ("F-47",),
+        ("tests/unit/test_tokens.py::test_every_refused_token_gets_the_same_answer",),
+        (
+            Change(
+                "qim/tokens.py",
+                '"verify_exp": False, "verify_iat"',
+                '"verify_aud": False, "verify_exp": False, "verify_iat"',
+            ),
+        ),
+    ),
+    Mutant(
+        "refusal-tells-what-was-wrong",
+        "The answer to a token says which part of it was bad.",
+        ("F-47",),
+        ("tests/unit/test_tokens.py::test_every_refused_token_gets_the_same_answer",),
+        (
+            Change(
+                "qim/tokens.py",
+                "            # `from None`: the chain would carry parts of the token into a log.\n"
+                "            raise Unauthenticated(REFUSED) from None\n",
+                '            raise Unauthenticated(f"{REFUSED}: no such key or signature") from None\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "lost-link-says-no",
+        "A request whose answer was lost on the way is answered as if nothing had been written.",
+        ("F-30",),
+        (
+            "tests/unit/workers/test_link.py::test_a_request_whose_answer_is_lost_with_the_link_has_an_unknown_outcome",
+        ),
+        (
+            Change(
+                "workers/link.py",
+                "import ClientError, DeadlineExceeded, RemoteProtocolError",
+                "import ClientError, RemoteProtocolError, Unavailable",
+            ),
+            Change(
+                "workers/link.py", "        error = DeadlineExceeded(\n", "        error = Unavailable(\n"
+            ),
+        ),
+    ),
+    Mutant(
+        "lost-reply-says-no",
+        "A command that was written when the store died counts as never done.",
+        ("F-08",),
+        (
+            "tests/unit/adapters/test_redis_pipe.py::test_a_lost_line_fails_what_was_sent_as_unknown_and_the_pipe_comes_back",
+        ),
+        (
+            Change(
+                "qim/adapters/redis_pipe.py",
+                "            on_reply(StoreUnknown(reason) if at < written else StoreRefused(reason))",
+                "            on_reply(StoreRefused(reason) if at < written else StoreRefused(reason))",
+            ),
+        ),
+    ),
+    Mutant(
+        "store-never-met-again",
+        "After the store was killed nobody connects to it again.",
+        ("F-08",),
+        ("tests/unit/adapters/test_redis_pipe.py::test_a_killed_server_is_met_again_with_its_data",),
+        (
+            Change(
+                "qim/adapters/redis_pipe.py",
+                "            if not self._is_closed:\n                self._reconnecting",
+                "            if self._is_closed:\n                self._reconnecting",
+            ),
+        ),
+    ),
+    Mutant(
+        "everysec-accepted",
+        "A store that keeps acknowledged writes in memory for two seconds is used without a word.",
+        ("C10",),
+        ("tests/unit/test_guard_rules.py::test_each_setting_is_named_with_found_wanted_and_remedy",),
+        (
+            Change(
+                "qim/domain/guards.py",
+                "        if value == wanted:\n",
+                '        if value == wanted or setting == "appendfsync":\n',
+            ),
+        ),
+    ),
+    Mutant(
+        "buckets-over-many-slots",
+        "The buckets of a slot are not those that map to it, so a commit may be written by two owners.",
+        ("C8",),
+        ("tests/unit/test_placement.py::test_buckets_and_slots_nest_without_remainder",),
+        (
+            Change(
+                "qim/domain/placement.py",
+                "    return SlotId(bucket // BUCKETS_PER_SLOT)\n",
+                "    return SlotId(bucket % SLOTS)\n",
+            ),
+        ),
+    ),
+)
