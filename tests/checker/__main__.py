@@ -67,27 +67,34 @@ def print_verdict(verdict: Verdict, *, as_json: bool) -> None:
         console.print(f"[red]{violation.check}[/red] {violation.where}: {violation.detail}", highlight=False)
     if sum(verdict.counts.values()) > EXAMPLES_SHOWN_MAX:
         console.print(f"… {sum(verdict.counts.values())} violations in all; --json names more of them")
-    console.print(figures_table(verdict))
+    console.print(_operations_table(verdict))
+    for line in _figure_lines(verdict):
+        console.print(line, highlight=False)
     console.print("[green]clean[/green]" if verdict.clean else "[red]broken[/red]")
 
 
-def figures_table(verdict: Verdict) -> Table:
-    figures = verdict.figures
+def _operations_table(verdict: Verdict) -> Table:
     table = Table("operation", "begun", "ok", "fail", "info", title="what the run did")
-    for kind, ends in sorted(figures.operations.items()):
+    for kind, ends in sorted(verdict.figures.operations.items()):
         begun = ends["invoke"] or ends["ok"]
-        open_ends = max(0, begun - ends["ok"] - ends["fail"] - ends["info"])
-        table.add_row(
-            kind, f"{begun:,}", f"{ends['ok']:,}", f"{ends['fail']:,}", f"{ends['info'] + open_ends:,}"
-        )
-    healed = ", ".join(f"{seconds:.2f}" for seconds in figures.first_ok_seconds) or "-"
-    struck = ", ".join(f"{what} {count}" for what, count in sorted(figures.faults.items())) or "none"
-    table.caption = (
-        f"{figures.deliveries:,} deliveries of {figures.records:,} messages; "
-        f"{figures.outbox_repeats:,} Outbox and {figures.dispatch_repeats:,} dispatch records were repeats\n"
-        f"faults: {struck}; seconds to the first acknowledgement after each healing: {healed}"
-    )
+        never_ended = max(0, begun - ends["ok"] - ends["fail"] - ends["info"])
+        counts = (begun, ends["ok"], ends["fail"], ends["info"] + never_ended)
+        table.add_row(kind, *(f"{count:,}" for count in counts))
     return table
+
+
+def _figure_lines(verdict: Verdict) -> list[str]:
+    figures = verdict.figures
+    struck = ", ".join(f"{what} {count}" for what, count in sorted(figures.faults.items())) or "none"
+    seconds = ", ".join(f"{seconds:.2f}" for seconds in figures.first_ok_seconds) or "-"
+    counts = (figures.outbox_repeats, figures.dispatch_repeats, figures.push_repeats)
+    repeats = "Outbox {:,}, dispatch log {:,}, pushes {:,}".format(*counts)
+    return [
+        f"{figures.deliveries:,} deliveries of {figures.records:,} messages",
+        f"repeats after retries: {repeats}",
+        f"faults: {struck}",
+        f"seconds from each healing to the first acknowledgement: {seconds}",
+    ]
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class _User:
     shard: int
     seqs: list[int] = field(default_factory=list)
     entries: list[Shown] = field(default_factory=list)
+    repeated: list[Shown] = field(default_factory=list)
+    """Dispatches of this step that were there before."""
 
 
 @dataclass
@@ -160,6 +162,8 @@ class CorrectRun:
                 yield self._answer(attempt)
         for device in self._devices:
             yield from self._push(device, first_place[device.user.name])
+        for user in self._users:
+            user.repeated = []
 
     def _attempt(self) -> _Attempt:
         chance = self._random.random()
@@ -264,14 +268,15 @@ class CorrectRun:
             self._dispatches.append(
                 Dispatch(shard, offset, dispatch_id, record.conversation, record.seq, names, record.entry)
             )
-            if dispatch_id in self._known:
-                continue
+            shown = Shown(BASES[shard] + offset, record.conversation, record.seq, record.entry)
+            is_repeat = dispatch_id in self._known
             self._known.add(dispatch_id)
             for user in users:
-                user.seqs.append(BASES[shard] + offset)
-                user.entries.append(
-                    Shown(BASES[shard] + offset, record.conversation, record.seq, record.entry)
-                )
+                if is_repeat:
+                    user.repeated.append(shown)
+                    continue
+                user.seqs.append(shown.mailbox_seq)
+                user.entries.append(shown)
 
     def _watermark(self, shard: int) -> int:
         return BASES[shard] + self._log_ends[shard] - 1 if self._log_ends[shard] else 0
@@ -289,6 +294,7 @@ class CorrectRun:
             shown = user.entries[place]
             previous = user.seqs[place - 1] if place and self._random.random() < 0.9 else 0
             events.append(Pushed(previous, *shown))
+        events += [Pushed(0, *shown) for shown in user.repeated]
         if events and self._random.random() < 0.8:
             yield Push(self._now(), device.process, user.name, device.name, events)
 

@@ -238,10 +238,16 @@ def lose_a_dispatch(copy: Copy) -> None:
     copy.drop(lambda e: isinstance(e, Dispatch) and e.dispatch_id == dispatch.dispatch_id)
 
 
+def push_to_a_wrong_place(copy: Copy) -> None:
+    push = copy.pick(Push)
+    wrong = push.events[0]._replace(mailbox_seq=push.events[0].mailbox_seq + 1_000)
+    copy.swap(push, replace(push, events=[wrong, *push.events[1:]]))
+
+
 def hide_the_entry_before(copy: Copy) -> None:
     """A push names an entry before it that is not the one before it."""
     mailboxes = {mailbox.user: [s.mailbox_seq for s in mailbox.entries] for mailbox in copy.all(Mailbox)}
-    push = copy.pick(Push, lambda push: push.events[-1].mailbox_seq > mailboxes[push.user][1])
+    push = copy.pick(Push, lambda push: push.events[-1].mailbox_seq in mailboxes[push.user][2:])
     seqs, last = mailboxes[push.user], push.events[-1]
     earlier = seqs[seqs.index(last.mailbox_seq) - 2]
     copy.swap(push, replace(push, events=[*push.events[:-1], last._replace(previous=earlier)]))
@@ -357,6 +363,7 @@ MORE: Final = (
     Mutator(commit_what_nobody_sent, "phantom"),
     Mutator(lose_an_entry_of_a_mailbox, "mailbox"),
     Mutator(lose_a_dispatch, "mailbox"),
+    Mutator(push_to_a_wrong_place, "mailbox"),
     Mutator(hide_the_entry_before, "mailbox"),
     Mutator(stop_reading, "mailbox"),
     Mutator(leave_one_pending, "liveness"),

@@ -2,9 +2,10 @@
 
 A page is right when it holds exactly the entries of the true mailbox in (after, covered_through]; where the
 client said what it holds already and the server agreed, the range begins behind that. A push is right when
-its entry stands where it says and the entry before it is not hidden. A cursor is right when it is what an
-earlier page of the same device said: then the ranges of all pages join without a hole, and after the last
-drain each device has read everything.
+its entry stands where it says and the entry before it is not hidden; after a retry it may also name the place
+of the repeated dispatch, which holds no entry. A cursor is right when it is what an earlier page of the same
+device said: then the ranges of all pages join without a hole, and after the last drain each device has read
+everything.
 """
 
 from bisect import bisect_right
@@ -96,7 +97,9 @@ class ShownChecks:
     def _check_pushed(self, push: Push, event: Pushed, mailbox: UserMailbox) -> None:
         place = mailbox.at(event.mailbox_seq)
         if place < 0 or mailbox.entries[place] != event[1:]:
-            self._explain_pushed(push, event, mailbox.entries[place] if place >= 0 else None)
+            repeated = mailbox.repeats.get(event.mailbox_seq)
+            self._figures.push_repeats += repeated is not None
+            self._explain_pushed(push, event, mailbox.entries[place] if place >= 0 else repeated)
         if event.previous and place > 0 and mailbox.seqs[place - 1] > event.previous:
             self._findings.add(
                 "mailbox", f"push to {push.user}", f"hides the entry before {event.mailbox_seq}"

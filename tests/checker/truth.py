@@ -74,6 +74,8 @@ class UserMailbox:
     seqs: list[int] = field(default_factory=list)
     entries: list[Shown] = field(default_factory=list)
     durable: list[int] = field(default_factory=list)
+    repeats: dict[int, Shown] = field(default_factory=dict)
+    """Places of repeated dispatches: no entry stands there, but a push may have named them."""
 
     def at(self, mailbox_seq: int) -> int:
         """The place of an entry, or -1."""
@@ -217,16 +219,22 @@ def first_dispatches(dispatches: Iterable[Dispatch]) -> Iterator[Dispatch]:
 
 def _build_mailboxes(truth: Truth, reads: StoreReads) -> None:
     skipped = {skip.dispatch_id for skip in reads.skips}
-    for dispatch in first_dispatches(reads.dispatches):
+    seen: set[str] = set()
+    for dispatch in reads.dispatches:
         shard = reads.shards.get(dispatch.partition)
         if shard is None or dispatch.dispatch_id in skipped:
             continue
+        is_repeat = dispatch.dispatch_id in seen
+        seen.add(dispatch.dispatch_id)
         record = truth.record_at(dispatch.conversation, dispatch.seq)
         shown = Shown(shard.base + dispatch.offset, dispatch.conversation, dispatch.seq, dispatch.entry)
         for user in dispatch.recipients:
             mailbox = truth.mailboxes.get(user)
             if mailbox is None:
                 mailbox = truth.mailboxes[user] = UserMailbox(dispatch.partition)
+            if is_repeat:
+                mailbox.repeats[shown.mailbox_seq] = shown
+                continue
             mailbox.seqs.append(shown.mailbox_seq)
             mailbox.entries.append(shown)
             mailbox.durable.append(truth.durable_at(record) if record else 0)
