@@ -63,8 +63,8 @@ class Shard:
     """State of one shard; see the invariants above."""
 
     __slots__ = (
-        "alone", "attempts", "base", "held", "in_flight", "overflowed", "queue", "reload", "retry_at", "sent",
-        "serving", "slot", "stopped", "watermark",
+        "alone", "attempts", "base", "doubtful", "held", "in_flight", "overflowed", "queue", "reload",
+        "retry_at", "sent", "serving", "slot", "stopped", "watermark",
     )  # fmt: skip
 
     def __init__(self, slot: SlotId, *, base: MailboxSeq, watermark: MailboxSeq) -> None:
@@ -74,6 +74,8 @@ class Shard:
         self.sent = watermark
         self.in_flight = 0
         """Records issued in runs and not answered."""
+        self.doubtful: list[Delivery] = []
+        """Of calls whose outcome is not known, oldest first; forgotten when the reader goes back to W."""
         self.held = False
         self.reload = False
         """W must be read from the store before going on: it was not where we believed."""

@@ -274,6 +274,8 @@ class Shards:
         else:
             if any(outcome is not Materialised.DONE for outcome in outcomes):
                 done = self._sort_out(run, outcomes)
+            if any(self.shards[delivery.write.slot].doubtful for delivery in done):
+                done = self._with_doubtful(done)
         self.note_done(done)
         self._failpoints.hit("mailbox.finished")
         self.push(done)
@@ -294,7 +296,23 @@ class Shards:
                 self.note_refused(self.shards[delivery.write.slot], delivery, outcome)
         return done
 
+    def _with_doubtful(self, done: list[Delivery]) -> list[Delivery]:
+        """A call behind one of unknown outcome was carried out: so that one was too, and is told first.
+
+        Otherwise its entries would be passed over in silence, and the next push would name the wrong entry
+        before it.
+        """
+        found = []
+        for delivery in done:
+            shard = self.shards[delivery.write.slot]
+            found += shard.doubtful
+            shard.doubtful.clear()
+            found.append(delivery)
+        return found
+
     def _fail_run(self, run: Run, error: StoreError) -> None:
+        for delivery in run.deliveries:
+            self.shards[delivery.write.slot].doubtful.append(delivery)
         for slot in {delivery.write.slot for delivery in run.deliveries}:
             shard = self.shards[slot]
             # A run names many shards, the error none. Where it is one shard's fault, or fails again, each
@@ -435,7 +453,11 @@ class Shards:
                 await self.reopen(shard)
 
     async def reopen(self, shard: Shard) -> None:
-        """Goes back to W and reads on. After a surprise W is read from the store; it must not have fallen."""
+        """Goes back to W and reads on. After a surprise W is read from the store; it must not have fallen.
+
+        Where it has risen, its records are read again all the same: the store answers that they are done, and
+        nobody has been told of them yet.
+        """
         if shard.reload and not await self._reload(shard):
             return
         shard.held = False
@@ -463,12 +485,12 @@ class Shards:
         if state is None or state.watermark < shard.watermark or state.base != shard.base:
             self.stop(shard, Offset(shard.position + 1), DispatchId(b""), "the store has lost the watermark")
             return False
-        shard.watermark = state.watermark
         shard.reload = False
         return True
 
     def _go_back(self, shard: Shard) -> None:
         shard.sent = shard.watermark
+        shard.doubtful.clear()
         self._seek(shard, shard.position)
 
     def _seek(self, shard: Shard, position: Offset) -> None:

@@ -1,0 +1,90 @@
+"""Runs in flight on one shard of which an earlier one has an unknown outcome and a later one was carried out.
+
+The store's answers are let out by hand, so the order in which a slow connection gives them is the test's.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
+
+import pytest
+
+from qim.domain.presence import Session
+from qim.errors import StoreUnknown
+from qim.ids import MailboxSeq, SlotId, WorkerId
+from qim.ports import MailboxWrite, Materialised
+from tests.unit.workers.rig import BOB, DEVICE, SESSION, TENANT, Rig, build_dispatches, shard_of
+from tests.waiting import happens
+
+
+class Answers:
+    """Carries every run out at once; that the answer of the first one is lost is known only later."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._materialise = rig.mailboxes.inner.materialise
+        self.runs = 0
+        self.lost = asyncio.Event()
+
+    def materialise(
+        self, expected: Mapping[SlotId, MailboxSeq], writes: Sequence[MailboxWrite]
+    ) -> Awaitable[list[Materialised]]:
+        self.runs += 1
+        done: Awaitable[list[Materialised]] = self._materialise(expected, writes)
+        return self._lose() if self.runs == 1 else done
+
+    async def _lose(self) -> list[Materialised]:
+        await self.lost.wait()
+        raise StoreUnknown
+
+
+def pushed_places(rig: Rig) -> list[tuple[int, int]]:
+    """(previous, mailbox_seq) of every push to Bob, in order."""
+    return [(target[2], target[3]) for _worker, targets, _entry in rig.pusher.pushed for target in targets]
+
+
+@pytest.mark.shows("M4", "M10")
+async def test_entries_of_a_run_whose_answer_was_lost_are_told_before_what_stands_behind_them() -> None:
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    answers = Answers(rig)
+    rig.mailboxes.materialise = answers.materialise
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        for number in (1, 2, 3):
+            await rig.dispatch.append(
+                [one for one in build_dispatches(seq=number) if one[0] == shard_of(BOB)]
+            )
+            await happens(partial(_has_run, answers, number), what="the run is issued")
+        answers.lost.set()
+        await happens(lambda: mailbox.watermarks[shard_of(BOB)] == 3, what="everything is finished")
+        await happens(lambda: len(pushed_places(rig)) >= 3, what="everything is told")
+    assert pushed_places(rig) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.shows("M10")
+async def test_records_that_w_has_passed_unseen_are_told_as_well() -> None:
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    _writer, _fanout, mailbox = rig.roles()
+    await mailbox.open()
+    (instance,) = mailbox._instances.values()
+    shard = instance.shards.shards[shard_of(BOB)]
+    records = [one for number in (1, 2) for one in build_dispatches(seq=number) if one[0] == shard_of(BOB)]
+    await rig.dispatch.append(records)
+    await rig.deliver()
+    rig.pusher.pushed.clear()
+    rig.presence.newest.clear()
+    # A surprise: W in the store is ahead of what this process has seen.
+    shard.reload = True
+    await instance.shards.reopen(shard)
+    assert shard.watermark == 0
+    reader = instance.shards._reader
+    assert reader is not None
+    runs = instance.shards._issue(await reader.next_batch(records_max=9, bytes_max=9_999))
+    for run in runs:
+        await instance.shards._finish(run)
+    assert pushed_places(rig) == [(0, 1), (1, 2)]
+
+
+def _has_run(answers: Answers, number: int) -> bool:
+    return answers.runs >= number
