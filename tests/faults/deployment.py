@@ -154,7 +154,7 @@ def check_audit(server: DevServer, load: Load) -> None:
     assert result["walked"]["outbox_records"] >= count_acks(load)
 
 
-def copied_load(load: Load, server: DevServer, acks: Sequence[Mapping[bytes, object]]) -> Load:
+def copied_load(load: Load, server: DevServer, acks: Sequence[frozenset[bytes]]) -> Load:
     """The same users and what was acknowledged to them at a moment, against another service."""
     known = iter(acks)
 

@@ -13,11 +13,10 @@ import workers.dev
 import workers.init
 import workers.wiring
 from workers.__main__ import main
+from workers.child import start_program
 
 MODULE: Final = "tests.faults.unguarded"
 PRODUCT: Final = "workers"
-
-_start_program = workers.dev.start_program
 
 
 def _accept_any_settings(facts: object, *, where: str) -> None:
@@ -26,7 +25,7 @@ def _accept_any_settings(facts: object, *, where: str) -> None:
 
 
 def _start_unguarded(command: Sequence[str], **options: Any) -> Any:
-    return _start_program([MODULE if word == PRODUCT else word for word in command], **options)
+    return start_program([MODULE if word == PRODUCT else word for word in command], **options)
 
 
 if __name__ == "__main__":
