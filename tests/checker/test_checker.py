@@ -1,9 +1,12 @@
 """The checker can fail: clean histories are clean, each broken one is caught by the check that it breaks."""
 
+import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.checker.check import check, judge
 from tests.checker.generated import clean_run
@@ -13,10 +16,11 @@ from tests.checker.history import (
     MemoryHistory,
     Recorder,
     Send,
+    Shown,
     digest_of,
     type_of_error,
 )
-from tests.checker.mutators import MORE, SIXTEEN, AnyEvent, Mutator, mutate
+from tests.checker.mutators import MORE, SIXTEEN, AnyEvent, Copy, Mutator, mutate
 from tests.checker.verdict import CHECKS
 
 SEEDS = range(20)
@@ -62,6 +66,23 @@ def test_a_mutator_leaves_the_clean_history_alone() -> None:
     for mutator in (*SIXTEEN, *MORE):
         mutate(mutator, events_of(3), 3)
     assert check(MemoryHistory(events_of(3))) == []
+
+
+def _rebuilt(entries_kept: slice, change: Callable[[Shown], Shown]) -> list[str]:
+    """The checks that a page with `rebuild` and these entries violates."""
+    copy = Copy(events_of(4), random.Random(4))
+    page = copy.page()
+    kept = [change(entry) for entry in page.entries[entries_kept]]
+    copy.swap(page, replace(page, entries=kept, rebuild=True))
+    return sorted(judge(MemoryHistory(copy.events)).counts)
+
+
+def test_a_page_that_says_rebuild_may_lack_what_is_gone() -> None:
+    assert _rebuilt(slice(1, None), lambda shown: shown) == []
+
+
+def test_a_page_that_says_rebuild_shows_nothing_wrong_all_the_same() -> None:
+    assert _rebuilt(slice(0, 1), lambda shown: shown._replace(entry="0" * 16)) == ["corrupt"]
 
 
 # --- files -------------------------------------------------------------------------------------------
