@@ -221,6 +221,19 @@ OF_CLIENT: Final = (
         ),
     ),
     Mutant(
+        "copy-keeps-its-identity",
+        "A copied store goes on under the device and the ordinals that another copy has used.",
+        ("K6", "F-38"),
+        (f"{_CLIENT}test_a_copied_store_gets_a_conflict_that_is_shown_and_never_renumbered",),
+        (
+            Change(
+                "qim/client/work.py",
+                "        if body.code == Conflict.code:\n            # Another copy",
+                "        if body.code < 0:\n            # Another copy",
+            ),
+        ),
+    ),
+    Mutant(
         "token-in-the-path",
         "The path of the store carries a piece of the token.",
         ("K7",),

@@ -5,6 +5,7 @@ from typing import Final
 from tests.mutants.model import Change, Mutant
 
 _WIRE: Final = "tests/property/test_wire.py::"
+_DEFENCES: Final = "tests/unit/workers/test_gateway_defences.py::"
 _VECTORS: Final = "tests/wire/test_vectors.py::"
 _TOO_LONG: Final = "            if version != PROTOCOL_VERSION or flags or length > self._body_bytes_max:\n"
 
@@ -188,8 +189,11 @@ OF_EDGES: Final = (
     Mutant(
         "store-never-met-again",
         "After the store was killed nobody connects to it again.",
-        ("F-08",),
-        ("tests/unit/adapters/test_redis_pipe.py::test_a_killed_server_is_met_again_with_its_data",),
+        ("F-08", "F-28"),
+        (
+            "tests/unit/adapters/test_redis_pipe.py::test_a_killed_server_is_met_again_with_its_data",
+            "tests/faults/test_rows_store.py::test_a_store_connection_that_is_reset_leaves_nothing_half",
+        ),
         (
             Change(
                 "qim/adapters/redis_pipe.py",
@@ -221,6 +225,115 @@ OF_EDGES: Final = (
                 "qim/domain/placement.py",
                 "    return SlotId(bucket // BUCKETS_PER_SLOT)\n",
                 "    return SlotId(bucket % SLOTS)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "slow-reader-kept",
+        "A client that does not read fills the memory of its worker.",
+        ("F-40",),
+        ("tests/unit/test_gateway_rules.py::test_a_peer_is_slow_above_its_bounds_and_not_at_them",),
+        (
+            Change(
+                "qim/domain/gateway.py",
+                "unsent_bytes > bounds.unsent_bytes_max or unanswered",
+                "unsent_bytes < 0 or unanswered",
+            ),
+        ),
+    ),
+    Mutant(
+        "one-bucket-for-all-users",
+        "A user who floods uses up what the others may send.",
+        ("F-41",),
+        ("tests/unit/test_gateway_rules.py::test_one_user_at_the_limit_leaves_another_alone",),
+        (
+            Change(
+                "qim/domain/gateway.py",
+                "self._of_user.bucket((tenant, user), now_seconds)",
+                "self._of_user.bucket((tenant, UserId(bytes(16))), now_seconds)",
+            ),
+        ),
+    ),
+    Mutant(
+        "silent-connection-kept",
+        "A connection whose peer has gone stays open for ever.",
+        ("F-42",),
+        (f"{_DEFENCES}test_a_silent_connection_is_dead_and_a_pinging_one_lives",),
+        (
+            Change(
+                "qim/domain/gateway.py",
+                "first = min(silent_at, frame_at, times.token_ends_at)",
+                "first = min(frame_at, times.token_ends_at)",
+            ),
+        ),
+    ),
+    Mutant(
+        "late-end-removes-the-new-session",
+        "The late end of a dead connection takes the session of the same device with it that came since.",
+        ("F-42",),
+        (
+            (
+                "tests/unit/test_presence_rules.py"
+                "::test_the_late_end_of_an_old_session_does_not_remove_the_new_one"
+            ),
+        ),
+        (
+            Change(
+                "qim/domain/presence.py",
+                "            if session.session == session_id:\n",
+                "            if session.session != bytes(16):\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "handshake-without-end",
+        "A peer that begins a handshake and says no more is kept for a minute.",
+        ("F-43",),
+        (f"{_DEFENCES}test_peers_that_never_finish_their_handshake_are_cut_and_others_are_served",),
+        (
+            Change(
+                "workers/gateway.py",
+                "ssl_handshake_timeout=handshake_timeout_ms / 1000,",
+                "ssl_handshake_timeout=60.0,",
+            ),
+        ),
+    ),
+    Mutant(
+        "trickled-frame-kept",
+        "A peer that sends a byte a second holds its connection for ever.",
+        ("F-44",),
+        (f"{_DEFENCES}test_a_trickled_frame_ends_the_connection",),
+        (
+            Change(
+                "qim/domain/gateway.py",
+                "first = min(silent_at, frame_at, times.token_ends_at)",
+                "first = min(silent_at, times.token_ends_at)",
+            ),
+        ),
+    ),
+    Mutant(
+        "full-disk-ends-the-service",
+        "A log line that cannot be written ends the worker.",
+        ("F-36",),
+        ("tests/unit/test_logsetup.py::test_a_full_disk_costs_lines_and_not_the_service",),
+        (
+            Change(
+                "qim/logsetup.py",
+                "            written = os.write(self._descriptor, data)\n        except OSError:\n",
+                "            written = os.write(self._descriptor, data)\n        except BlockingIOError:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "crash-loop-without-pause",
+        "A child that crashes at every start is started again at once, for ever.",
+        ("F-07",),
+        ("tests/process/test_supervisor.py::test_a_crash_loop_backs_off_while_the_other_child_works",),
+        (
+            Change(
+                "qim/domain/supervisor.py",
+                "        step = last if fate is Fate.FENCED else min(self._attempt, last)\n",
+                "        step = last if fate is Fate.FENCED else 0\n",
             ),
         ),
     ),

@@ -120,6 +120,19 @@ OF_MAILBOX: Final = (
         ),
     ),
     Mutant(
+        "append-without-an-answer-taken-for-done",
+        "A record is finished although nobody knows whether its entries were written.",
+        ("M3", "M5", "F-33"),
+        (f"{_ROLE}test_a_failed_step_of_the_general_path_leaves_w_and_is_repeated[False-append_entries]",),
+        (
+            Change(
+                "workers/serial.py",
+                "            if isinstance(outcome, BaseException):\n                raise outcome\n",
+                "            if isinstance(outcome, BaseException):\n                continue\n",
+            ),
+        ),
+    ),
+    Mutant(
         "finish-skipped",
         "The role takes a record for finished after its appends, and the store never hears of it.",
         ("M3", "M8"),

@@ -257,6 +257,13 @@ OF_WRITER: Final = (
         ),
     ),
     Mutant(
+        "full-store-takes-new-messages",
+        "A store that is full goes on taking new messages until nothing accepted can be finished.",
+        ("C3", "X16", "F-12"),
+        (f"{_RESERVE}test_a_full_server_refuses_the_run_whole",),
+        (Change(_RESERVE_LUA, "#!lua\n", "#!lua flags=allow-oom\n"),),
+    ),
+    Mutant(
         "pending-expires",
         "A message that stays RECORDED for long is forgotten, and its repeat gets a second sequence.",
         ("C4", "X3"),

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -68,8 +68,10 @@ def run_tests(tree: Path, tests: Sequence[str], *, seconds_max: float) -> tuple[
         try:
             output, _ = process.communicate(timeout=seconds_max)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
             return None, f"did not end within {seconds_max:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):  # the usual case: nobody of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
     if not seen.is_file():
         return None, output[-2_000:]
     return msgspec.json.decode(seen.read_bytes(), type=Report), output[-2_000:]
