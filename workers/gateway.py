@@ -77,7 +77,7 @@ from qim.wire.connection import State
 from qim.wire.frames import Frame
 from qim.wire.layout import CLIENT_OPS, Op
 from qim.wire.link import Announce, PushedTo
-from workers.client_socket import ClientSocket, ConnectionTable, Waiting
+from workers.client_socket import ClientSocket, ConnectionTable, HandshakeMemory, Waiting
 from workers.outbound import Outbound
 from workers.request import Request
 
@@ -133,6 +133,7 @@ class Gateway:
         self._metrics = metrics
         self._tls = tls
         self._table = ConnectionTable()
+        self._handshakes = HandshakeMemory()
         self._open = 0
         self._of_address: dict[bytes, int] = {}
         self._deadlines = Deadlines()
@@ -168,6 +169,7 @@ class Gateway:
 
     def new_socket(self) -> ClientSocket:
         """Called at the accept, before the TLS handshake."""
+        self._handshakes.begun += 1
         sock = ClientSocket(self)
         sock.connected_at = self._clock.monotonic()
         return sock
@@ -201,6 +203,7 @@ class Gateway:
     def sweep(self) -> None:
         """Ends every connection whose time is over; called every 100 ms."""
         now = self._clock.monotonic()
+        self._handshakes.look(now)
         self._metrics.send_queue_bytes = sum(sock.unsent_bytes for sock in self.congested)
         for at, handle, generation in self._deadlines.due(now):
             sock = self._table.find(handle, generation)

@@ -35,6 +35,12 @@ from tests.unit.workers.gateway_rig import (
     token,
 )
 from tests.waiting import happens
+from workers.client_socket import (
+    HANDSHAKE_MEMORY_BEGUN,
+    HANDSHAKE_MEMORY_INTERVAL_MS,
+    HandshakeMemory,
+    give_back_memory,
+)
 
 # --- broken peers ------------------------------------------------------------------------------------
 
@@ -188,6 +194,27 @@ async def test_peers_that_never_finish_their_handshake_are_cut_and_others_are_se
                         pass
                 writer.close()
         assert rig.metrics.accepts == 1
+
+
+@pytest.mark.shows("F-43")
+def test_memory_of_many_handshakes_is_given_back_twice_and_that_of_few_is_kept() -> None:
+    back: list[float] = []
+    memory = HandshakeMemory(lambda: back.append(at))
+    at = 0.0
+    memory.look(at)
+    memory.begun = HANDSHAKE_MEMORY_BEGUN - 1
+    interval = HANDSHAKE_MEMORY_INTERVAL_MS / 1000
+    for at in (interval, 2 * interval):
+        memory.look(at)
+    assert back == []
+    memory.begun += 1
+    for at in (2.5 * interval, 3 * interval, 3.5 * interval, 4 * interval, 5 * interval):
+        memory.look(at)
+    assert back == [3 * interval, 4 * interval], "once at once, and when the last of them has ended"
+
+
+def test_giving_memory_back_works_with_the_library_of_this_host() -> None:
+    give_back_memory()
 
 
 # --- slow and fast peers -----------------------------------------------------------------------------
