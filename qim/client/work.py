@@ -72,6 +72,8 @@ PENDING_MAX: Final = 4_096
 RECENT_MAX: Final = 8_192
 """Stored messages whose second arrival (push, then page) is dropped without asking the store."""
 PULL_RETRY_SECONDS: Final = 1.0
+PING_SECONDS_MIN: Final = 0.2
+"""However often a server asks for them: pings must not become a load."""
 ASKED_MAX: Final = UNANSWERED_REQUESTS_MAX // 2
 """Open requests above which the application waits; the other half is for messages, pulls and pings."""
 UNKNOWN_TEXT: Final = "sent long ago without an answer, and history cannot tell whether it arrived"
@@ -112,6 +114,7 @@ class Work:
         self._server_time: tuple[int, float] | None = None
         self._pull_sent_at: float | None = None
         self._pull_not_before = 0.0
+        self._ping_seconds = PING_SECONDS
         self._next_ping_at = 0.0
 
     def describe_silence(self) -> str:
@@ -132,7 +135,10 @@ class Work:
         now = self._clock.monotonic()
         self.transport = transport
         self._server_time = (ack.server_time, now)
-        self._next_ping_at = now + PING_SECONDS
+        # A server that wants to hear from us more often ends connections sooner, too.
+        wanted = max(PING_SECONDS_MIN, ack.heartbeat_ms / 1000)
+        self._ping_seconds = min(PING_SECONDS, wanted) if ack.heartbeat_ms else PING_SECONDS
+        self._next_ping_at = now + self._ping_seconds
         self._pull_not_before = 0.0
         self._chain.on_login()
 
@@ -377,7 +383,7 @@ class Work:
             return
         now = self._clock.monotonic()
         if now >= self._next_ping_at:
-            self._next_ping_at = now + PING_SECONDS
+            self._next_ping_at = now + self._ping_seconds
             transport.request(Op.PING, Ping(self._server_now()))
         if self._pull_sent_at is not None and now - self._pull_sent_at >= ANSWER_SECONDS_MAX:
             raise ConnectionEnded("the server does not answer a pull")

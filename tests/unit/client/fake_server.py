@@ -86,6 +86,7 @@ class FakeServer:
         self.is_rebuild_due = False
         self.pushes_echo = True
         self.logins = 0
+        self.heartbeat_ms = 25_000
         self.devices: list[bytes] = []
         self.server_time = SERVER_TIME
         self.watermark = 100
@@ -216,7 +217,12 @@ class FakeServer:
                     self.logins += 1
                     self.devices.append(body.device_id)
                 ack = bodies.AuthAck(
-                    ME, SessionId(b"s" * 16), Millis(self.server_time), 25_000, {}, MailboxSeq(self.newest())
+                    ME,
+                    SessionId(b"s" * 16),
+                    Millis(self.server_time),
+                    self.heartbeat_ms,
+                    {},
+                    MailboxSeq(self.newest()),
                 )
                 writer.write(bodies.build_message(Op.AUTH_ACK, request_id, ack))
             case Op.PING:

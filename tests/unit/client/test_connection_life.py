@@ -37,6 +37,16 @@ async def test_a_ping_goes_out_every_25_seconds_and_its_answer_finds_a_lost_push
     await happens(lambda: reader.texts() == ["quiet"], what="the message that no push brought")
 
 
+async def test_a_server_that_wants_pings_more_often_gets_them(server: FakeServer, enter: Enter) -> None:
+    clock = ManualClock()
+    server.heartbeat_ms = 5_000
+    client, _ = await enter(clock=clock)
+    await happens(lambda: len(server.received(Op.PULL_MAILBOX)) == 1, what="the first pull")
+    for pings in (1, 2):
+        advance(client, clock, milliseconds=5_000)
+        await happens(lambda wanted=pings: len(server.received(Op.PING)) == wanted, what="a ping")  # type: ignore[misc]  # bound in this turn of the loop
+
+
 async def test_a_silent_connection_is_dead_after_33_seconds(server: FakeServer, enter: Enter) -> None:
     clock = ManualClock()
     client, reader = await enter(clock=clock)
