@@ -8,7 +8,7 @@ its way to a server may arrive later.
 import asyncio
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.commits_memory import CommitState, MemoryCommitStore
@@ -16,11 +16,19 @@ from qim.adapters.commits_one_step_memory import MemoryOneStepCommits
 from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
 from qim.clock import Clock
 from qim.config import Config
-from qim.domain.placement import Placement
+from qim.domain.placement import Placement, slot_of_bucket
 from qim.errors import StaleOwner, StoreError, StoreRefused, StoreUnknown
 from qim.ids import BootId, Millis, Offset, SlotId, WorkerId
 from qim.metrics import Metrics
-from qim.ports import SlotClaim
+from qim.ports import (
+    Commit,
+    CommitResult,
+    Committed,
+    MailboxWrite,
+    Reservation,
+    ReserveResult,
+    SlotClaim,
+)
 from qim.tokens import Identity
 from tests.simulation.faults import FaultyLog, FaultyPort, Pipe, Rates, Server
 from tests.simulation.loop import Process, VirtualLoop
@@ -75,6 +83,51 @@ class WatchedLog(MemoryCommitLog):
         return offsets
 
 
+class Overstep(Protocol):
+    """Told of a write that took effect although its writer no longer owned the slot."""
+
+    def __call__(self, what: str, slot: SlotId) -> None: ...
+
+
+class WatchedCommits(MemoryCommitStore):
+    """Looks at the table of owners by itself: what an epoch check lets through is not its word."""
+
+    def __init__(self, clock: Clock, state: CommitState, boot: BootId, overstep: Overstep) -> None:
+        super().__init__(clock, state)
+        self._boot = boot
+        self._overstep = overstep
+
+    def allocate(self, item: Reservation) -> ReserveResult:
+        self._look("a reservation", slot_of_bucket(item.key.bucket))
+        return super().allocate(item)
+
+    def mark_one(self, item: Commit, now: Millis) -> CommitResult:
+        result = super().mark_one(item, now)
+        if result.outcome is Committed.COMMITTED:
+            self._look("a commit", slot_of_bucket(item.key.bucket))
+        return result
+
+    def _look(self, what: str, slot: SlotId) -> None:
+        owner = self._owners.get(slot)
+        if owner is None or owner.boot != self._boot:
+            self._overstep(what, slot)
+
+
+class WatchedMailboxes(MemoryMailboxStore):
+    """The same for the watermarks."""
+
+    def __init__(self, clock: Clock, state: MailboxState, boot: BootId, overstep: Overstep) -> None:
+        super().__init__(clock, state)
+        self._boot = boot
+        self._overstep = overstep
+
+    def _move(self, write: MailboxWrite) -> None:
+        owner = self._owners.get(write.slot)
+        if owner is None or owner.boot != self._boot:
+            self._overstep("a move of W", write.slot)
+        super()._move(write)
+
+
 class Servers(NamedTuple):
     """Everything durable: instances and logs, and the server that each of them lives on."""
 
@@ -94,10 +147,10 @@ class Servers(NamedTuple):
 class Stores:
     """The stores of one process, as `RoleStores` wants them."""
 
-    def __init__(self, servers: Servers, setting: "Setting", rates: Rates) -> None:
+    def __init__(self, servers: Servers, setting: "Setting", rates: Rates, boot: BootId) -> None:
         clock, rng = setting.store_clock, setting.rng
         self.pipes = {server: Pipe(setting.loop, server, rng, rates) for server in servers.all}
-        commits = [MemoryCommitStore(clock, state) for state in servers.commits]
+        commits = [WatchedCommits(clock, state, boot, setting.overstep) for state in servers.commits]
         self.commits: Sequence[Any] = [
             FaultyPort(store, self.pipes[server])
             for store, server in zip(commits, servers.core_servers, strict=True)
@@ -108,7 +161,7 @@ class Stores:
             if setting.one_step and servers.core_servers[number] is servers.log_server
         }
         self.mailboxes: Sequence[Any] = [
-            FaultyPort(MemoryMailboxStore(clock, state), self.pipes[server])
+            FaultyPort(WatchedMailboxes(clock, state, boot, setting.overstep), self.pipes[server])
             for state, server in zip(servers.mailboxes, servers.mailbox_servers, strict=True)
         ]
         log_pipe = self.pipes[servers.log_server]
@@ -152,6 +205,7 @@ class Setting(NamedTuple):
     verifier: Verifier
     store_clock: Clock
     one_step: bool
+    overstep: Overstep
     note: Callable[[str, str], None]
 
 
@@ -161,7 +215,8 @@ class Host:
     def __init__(self, setting: Setting, worker: WorkerId, number: int, clock: Clock, rates: Rates) -> None:
         self.worker = worker
         self.process = Process(f"worker-{worker}.{number}")
-        self.stores = Stores(setting.servers, setting, rates)
+        self._boot = BootId(number.to_bytes(16, "big"))
+        self.stores = Stores(setting.servers, setting, rates, self._boot)
         self.roles: LoopRoles | None = None
         self.is_serving = False
         self.is_draining = False
@@ -171,7 +226,6 @@ class Host:
         self.metrics = Metrics()
         self._setting = setting
         self._clock = clock
-        self._boot = BootId(number.to_bytes(16, "big"))
         self._claims: Claims | None = None
         self._back = asyncio.Event()
         for pipe in self.stores.pipes.values():

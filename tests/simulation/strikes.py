@@ -55,7 +55,7 @@ def _pause(world: "World", one: Strike) -> str:
 def _usurp(world: "World", one: Strike) -> str:
     """It stands still, another boot takes its slots, then it goes on as if nothing had happened."""
     host = _host(world, one)
-    if host is None:
+    if host is None or not host.is_serving:
         return ""
     world.loop.pause(host.process)
     world.retired.append(host)

@@ -6,9 +6,10 @@ stores. It judges nothing but liveness: what must become quiet does so within a 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from random import Random
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.commits_memory import CommitState
@@ -23,9 +24,11 @@ from tests.simulation.device import Client, CommitFaults, LoopStore, build_token
 from tests.simulation.faults import WORLD, Rates, Server
 from tests.simulation.host import Host, LoopClock, Servers, Setting, Verifier, WatchedLog
 from tests.simulation.loop import Process, VirtualLoop
-from tests.simulation.network import NEVER, Network, Weather
+from tests.simulation.network import Network, Weather
 from tests.simulation.recording import Book, Wire
-from tests.simulation.schedule import Act, Plan, Strike
+from tests.simulation.schedule import Act, Plan
+
+T = TypeVar("T")
 
 TENANT: Final = TenantId(7)
 ALL_SLOTS: Final = tuple(SlotId(slot) for slot in range(SLOTS))
@@ -104,7 +107,7 @@ class World:
         self.setting = Setting(
             loop=self.loop, placement=Placement(plan.workers, count, count), servers=self.servers,
             rng=self.rng, verifier=self._verifier(), store_clock=self.store_clock, one_step=plan.one_step,
-            note=self.note,
+            overstep=self._overstep, note=self.note,
         )  # fmt: skip
 
     def _place_devices(self) -> list[Device]:
@@ -126,6 +129,9 @@ class World:
 
     def note(self, who: str, what: str) -> None:
         self.trace.append(f"{self.loop.time():12.6f} {who}: {what}")
+
+    def _overstep(self, what: str, slot: SlotId) -> None:
+        self.mistakes.append(f"fencing: {what} on slot {slot} by a process that does not own it any more")
 
     # --- processes -----------------------------------------------------------------------------------
 
@@ -372,13 +378,22 @@ class World:
             if peer != device.placed.user:
                 before = 0
                 while True:
-                    page = await client.history(peer, before=before, limit=300)
+                    page = await self._patiently(partial(client.history, peer, before=before, limit=300))
                     if not page.more or not page.messages:
                         break
                     before = page.messages[0].conversation_seq
-                await client.mark_read(peer, 0)
+                await self._patiently(partial(client.mark_read, peer, 0))
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """A connection may still be about to end: who asks then asks again, as an application does."""
+        deadline = self.loop.time() + QUIET_SECONDS_MAX
+        while True:
+            try:
+                return await ask()
+            except SdkError:
+                if self.loop.time() > deadline:
+                    raise
+                await asyncio.sleep(POLL_SECONDS)
 
 
-Striker = Callable[[World, Strike], None]
-Anything = Any
-__all__ = ["NEVER", "NotQuiet", "World"]
+__all__ = ["NotQuiet", "World"]
