@@ -179,6 +179,13 @@ class RedisConfig:
     password: Annotated[
         str, Key("Where the password of all instances lies; empty if they ask for none.", SECRET_RULE)
     ] = field(default="", repr=False)
+    commit_in_one_step: Annotated[
+        bool,
+        Key(
+            "Whether a core instance that also holds the logs reserves, appends and commits in one script."
+            " False: always in two steps, as with a log elsewhere."
+        ),
+    ] = True
     command_timeout_ms: Annotated[
         Milliseconds,
         Key(

@@ -76,7 +76,7 @@ WRITER_WAITING_MESSAGES_MAX: Final = 4_096
 """Per worker; full: reject. About half a second of work at the highest rate ever measured here."""
 WRITER_BATCH_MESSAGES_MAX: Final = 512
 """Of one pass: eight runs of a script, a few milliseconds of the store."""
-WRITER_PASS_INTERVAL_MS: Final = 3
+WRITER_PASS_INTERVAL_MS: Final = 5
 """From the begin of a small pass to that of the next: at 1,000 messages a second it makes passes of five."""
 WRITER_BATCH_BYTES_MAX: Final = 4_194_304
 """64 messages of the largest size: what one write to the store may weigh."""
@@ -105,8 +105,10 @@ ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
 """How long a role waits before it repeats what a store refused or left open; the last one repeats."""
 
 # --- fanout ------------------------------------------------------------------------------------------
-FANOUT_PASS_INTERVAL_MS: Final = 10
-"""Pause after a small batch: two passes of the writer share what fan-out and mailbox cost per batch."""
+FANOUT_PASS_INTERVAL_MS: Final = 20
+"""Pause after a small batch: four passes of the writer share what fan-out and mailbox cost per batch."""
+FANOUT_POSITION_INTERVAL_MS: Final = 100
+"""How often positions are stored: what a restart dispatches again, for a tenth of the calls."""
 FANOUT_BATCH_RECORDS_MAX: Final = 512
 """As many as a pass of the writer: the fan-out must not fall behind it."""
 

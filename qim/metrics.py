@@ -39,6 +39,7 @@ everywhere.
 SCRIPTS: Final[tuple[str, ...]] = (
     "claim_slot",
     "reserve_messages",
+    "commit_messages",
     "mark_committed",
     "read_pending",
     "read_history",

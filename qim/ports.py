@@ -106,11 +106,17 @@ class Reservation(NamedTuple):
     reserved_at: Millis
     expires_at: Millis
     """0, or when the record must be collected (shorter retention than the hot window)."""
+    frame: bytes = b""
+    """`records.build_outbox_frame`; for `OneStepCommits` only."""
 
 
 class Reserved(Enum):
     NEW = "new"
     """A sequence was allocated, the message is RECORDED."""
+    DURABLE = "durable"
+    """From `OneStepCommits`: new, in the Outbox and COMMITTED."""
+    TWO_STEPS = "two_steps"
+    """From `OneStepCommits`: nothing was written, it must be reserved and appended apart."""
     RECORDED = "recorded"
     """Known and not finished: coordinates and the stored bytes come back."""
     COMMITTED = "committed"
@@ -261,6 +267,18 @@ class CommitStore(SlotOwnership, Protocol):
 
     def memory_used_ratio(self) -> Awaitable[float]:
         """Used ÷ maxmemory, 0 where no limit is set. Asked once a second, not per message."""
+        ...
+
+
+class OneStepCommits(Protocol):
+    """Reserve, append and commit in one step, where one server holds the conversations and the Outbox."""
+
+    def commit(self, items: Sequence[Reservation], partition: SlotId) -> Awaitable[list[ReserveResult]]:
+        """As `CommitStore.reserve`, with DURABLE in place of NEW, or TWO_STEPS where it cannot be done.
+
+        The same key twice in one call: the second sees the first as COMMITTED (or CONFLICT). Readers of the
+        partition are woken. StoreUnknown: each item was done wholly or not at all; nothing stays RECORDED.
+        """
         ...
 
 

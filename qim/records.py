@@ -9,14 +9,14 @@ prefixes it. A retry of a half-finished message uses the stored bytes, never new
     OutboxRecord    routing header ‖ Entry
     DispatchRecord  routing header ‖ recipients ‖ Entry
 
-The routing header (big-endian, 146 bytes). fanout, mailbox and session read it and never open the record:
+The routing header (big-endian, 148 bytes). fanout, mailbox and session read it and never open the record:
 
-     0       1       2         4          8         16             24              38
+     0       1       2         4          8         16             24              40
      +-------+-------+---------+----------+---------+--------------+---------------+----------------
-     | ver=1 | kind  | bucket  | tenant   | seq     | reserved_at  | dispatch base | dispatch digest
-     | u8    | u8    | u16     | u32      | u64     | u64 ms       | 14 B          | 8 B
+     | ver=2 | kind  | bucket  | tenant   | seq     | reserved_at  | conversation  | dispatch digest
+     | u8    | u8    | u16     | u32      | u64     | u64 ms       | 16 B          | 8 B
      +-------+-------+---------+----------+---------+--------------+---------------+----------------
-     46                82       98              114                               146
+     48                84       100             116                               148
      +-----------------+--------+---------------+---------------------------------+
      | identity digest | sender | sender device | two users, or group ‖ version   |
      | 36 B            | 16 B   | 16 B          | 2 × 16 B  or 16 B ‖ u64 ‖ 8 × 0 |
@@ -25,18 +25,15 @@ The routing header (big-endian, 146 bytes). fanout, mailbox and session read it 
 `kind` carries the conversation's kind in its low bits and EPHEMERAL_FLAG in its highest, so that the
 mailbox knows without opening the record how long the entry may live.
 
-The recipients of a dispatch record:
+The recipients of a dispatch record: shard u8 ‖ part u8 ‖ count u16 ‖ count × user 16 B.
 
-     0       1       2         4
-     +-------+-------+---------+---------------------+
-     | shard | part  | count   | count × user 16 B   |
-     | u8    | u8    | u16     |                     |
-     +-------+-------+---------+---------------------+
-
-`dispatch_id` = base ‖ shard ‖ part: it comes from what must be unique (conversation, sequence). The
+`dispatch_id` = 14 bytes of BLAKE3(conversation, seq) ‖ shard ‖ part: it comes from what must be unique. The
 digest comes from what must be equal (message id, audience, record). Two bodies under one sequence
-therefore meet as one id with two digests, and the shard stops. The header is a pure function of the
-record and its sequence, built in `build_outbox_record` only; a property test holds it to that.
+therefore meet as one id with two digests, and the shard stops.
+
+Of an OutboxRecord only the sequence is unknown before the message is allocated, and it stands plainly in
+two places. So the rest is an *outbox frame*, built beforehand: `build_outbox_frame` and `fill_outbox_frame`,
+of which `lua/commit_messages.lua` does the second on the server. A property test holds both to one result.
 """
 
 import struct
@@ -66,15 +63,18 @@ from qim.ids import (
 from qim.limits import BUCKETS, HEADERS_REMEMBERED_MAX, SLOTS
 
 RECORD_VERSION: Final = 1
+HEADER_VERSION: Final = 2
 EPHEMERAL_FLAG: Final = 0x80
 IDENTITY_MAGIC: Final = b"QID1"
 IDENTITY_BYTES: Final = 36
 _IDENTITY_DOMAIN = b"qim.identity.v1"
 _DISPATCH_DOMAIN = b"qim.dispatch.v1"
 
-_HEADER = struct.Struct(">BBHIQQ14s8s36s16s16s32s")
+_HEADER = struct.Struct(">BBHIQQ16s8s36s16s16s32s")
 HEADER_BYTES: Final = _HEADER.size
-assert HEADER_BYTES == 146
+assert HEADER_BYTES == 148
+_SEQ_AT: Final = 8
+OUTBOX_FRAME_BYTES: Final = HEADER_BYTES - 8
 _RECIPIENTS = struct.Struct(">BBH")
 _RECIPIENTS_AT = HEADER_BYTES + _RECIPIENTS.size
 _IDENTITY_FIELDS = struct.Struct(">IBBH")
@@ -141,12 +141,14 @@ class RoutingHeader(NamedTuple):
     tenant: TenantId
     seq: Seq
     reserved_at: Millis
-    dispatch_base: bytes
+    conversation: ConversationId
     dispatch_digest: bytes
     identity: bytes
     sender: UserId
     sender_device: DeviceId
     parties: bytes
+    dispatch_base: bytes
+    """14 bytes, derived from conversation and sequence."""
     ephemeral: bool = False
 
     @property
@@ -257,22 +259,34 @@ def entry_coordinates(data: bytes) -> tuple[Seq, ConversationId]:
     return head.conversation_seq, head.record.conversation_id
 
 
-def build_outbox_record(
-    *, bucket: BucketId, seq: Seq, record: MessageRecord, record_bytes: bytes, identity: bytes
+def build_outbox_frame(
+    *, bucket: BucketId, record: MessageRecord, record_bytes: bytes, identity: bytes
 ) -> bytes:
-    """Header and entry of one message. A pure function of its arguments: a retry builds the same bytes."""
+    """The header of an Outbox record without its sequence, 140 bytes. A pure function of its arguments."""
     if record.kind == Kind.DIRECT:
         parties = record.parties
     else:
         parties = record.parties + _SEQ.pack(record.membership_version) + bytes(8)
-    base = blake3(_DISPATCH_DOMAIN + record.conversation_id + _SEQ.pack(seq)).digest(14)
     digest = blake3(record.message_id + parties + record_bytes).digest(8)
     flag = EPHEMERAL_FLAG if record.retention_class == RetentionClass.EPHEMERAL else 0
     header = _HEADER.pack(
-        RECORD_VERSION, record.kind | flag, bucket, record.tenant, seq, record.reserved_at,
-        base, digest, identity, record.sender, record.sender_device, parties,
+        HEADER_VERSION, record.kind | flag, bucket, record.tenant, 0, record.reserved_at,
+        record.conversation_id, digest, identity, record.sender, record.sender_device, parties,
     )  # fmt: skip
-    return header + build_entry(seq, record_bytes)
+    return header[:_SEQ_AT] + header[_SEQ_AT + _SEQ.size :]
+
+
+def fill_outbox_frame(frame: bytes, *, seq: Seq, record_bytes: bytes) -> bytes:
+    """The Outbox record, once the sequence is known. A retry builds the same bytes."""
+    return b"".join((frame[:_SEQ_AT], _SEQ.pack(seq), frame[_SEQ_AT:], build_entry(seq, record_bytes)))
+
+
+def build_outbox_record(
+    *, bucket: BucketId, seq: Seq, record: MessageRecord, record_bytes: bytes, identity: bytes
+) -> bytes:
+    """Header and entry of one message whose sequence is known."""
+    frame = build_outbox_frame(bucket=bucket, record=record, record_bytes=record_bytes, identity=identity)
+    return fill_outbox_frame(frame, seq=seq, record_bytes=record_bytes)
 
 
 def parse_header(data: bytes) -> RoutingHeader:
@@ -286,10 +300,12 @@ def parse_header(data: bytes) -> RoutingHeader:
 @lru_cache(maxsize=HEADERS_REMEMBERED_MAX)
 def _read_header(data: bytes) -> RoutingHeader:
     fields = _HEADER.unpack(data)
-    version, kind, bucket = fields[:3]
-    if version != RECORD_VERSION:
+    version, kind, bucket, _tenant, seq, _reserved_at, conversation = fields[:7]
+    if version != HEADER_VERSION:
         raise RecordCorrupt(f"log record of version {version}")
-    header = RoutingHeader._make((version, kind & ~EPHEMERAL_FLAG, *fields[2:], bool(kind & EPHEMERAL_FLAG)))
+    base = blake3(_DISPATCH_DOMAIN + conversation + _SEQ.pack(seq)).digest(14)
+    is_ephemeral = bool(kind & EPHEMERAL_FLAG)
+    header = RoutingHeader._make((version, kind & ~EPHEMERAL_FLAG, *fields[2:], base, is_ephemeral))
     if bucket >= BUCKETS or not 1 <= header.kind <= 2:
         raise RecordCorrupt(f"log record of kind {header.kind} for bucket {bucket}")
     return header

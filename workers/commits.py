@@ -1,8 +1,10 @@
 """The commit path of one core instance: reserve, append, mark, acknowledge; and finish what is half-done.
 
-State of a message while it is in flight here, owned by the loop:
+Where one server holds the conversations and the Outbox, one call does all of it (`OneStepCommits`), and what
+that call leaves to two steps goes the long way. State of a message while it is in flight here, owned by the
+loop:
 
-    reserving   asked of the store; a refusal ends it
+    reserving   asked of the store; a refusal ends it, and so does a commit in one step
     appending   RECORDED: it has a sequence, its Outbox record is on the way
     durable     in the Outbox; acknowledged, and soon COMMITTED
 
@@ -48,12 +50,13 @@ from qim.ports import (
     CommitStore,
     Committed,
     MessageKey,
+    OneStepCommits,
     Pending,
     Reservation,
     Reserved,
     ReserveResult,
 )
-from qim.records import MessageType, build_outbox_record, decode_record, message_id_of
+from qim.records import MessageType, build_outbox_record, decode_record, fill_outbox_frame, message_id_of
 from qim.wire.bodies import SendAck, build_error, build_message
 from qim.wire.layout import Op
 from workers.failpoints import Failpoints
@@ -110,6 +113,7 @@ class Commits:
         self,
         *,
         store: CommitStore,
+        one_step: OneStepCommits | None,
         outbox: CommitLog,
         home: SlotId,
         buckets: Sequence[BucketId],
@@ -119,6 +123,7 @@ class Commits:
         on_fatal: OnFatal,
     ) -> None:
         self._store = store
+        self._one_step = one_step
         self._outbox = outbox
         self.home = home
         self._buckets = tuple(buckets)
@@ -150,10 +155,13 @@ class Commits:
             sending = self._admit(request, planned)
             if sending is not None:
                 fresh.append(sending)
-        return [
-            Reserving(run, self._store.reserve([_reservation(sending) for sending in run]))
-            for run in _cut(fresh)
-        ]
+        return [self._ask(run) for run in _cut(fresh)]
+
+    def _ask(self, run: list[Sending]) -> "Reserving":
+        items = [_reservation(sending) for sending in run]
+        if self._one_step is None:
+            return Reserving(run, self._store.reserve(items))
+        return Reserving(run, self._one_step.commit(items, self.home))
 
     async def finish(self, reserving: list["Reserving"]) -> list["Marking"]:
         """Brings what `begin` has begun to its end; every request is answered when this returns.
@@ -162,13 +170,30 @@ class Commits:
         """
         if not reserving:
             return []
+        recorded, apart = await self._take(reserving)
+        if apart:
+            reserved = [Reserving(run, self._store.reserve([*map(_reservation, run)])) for run in _cut(apart)]
+            recorded += (await self._take(reserved))[0]
+        marks = await self._publish(recorded)
+        self._failpoints.hit("writer.acknowledged")
+        return marks
+
+    async def _take(self, reserving: Iterable["Reserving"]) -> tuple[list[Sending], list[Sending]]:
+        """Those whose record must be appended, and those which one step could not commit."""
         recorded: list[Sending] = []
+        apart: list[Sending] = []
         for part in reserving:
-            for sending, result in zip(part.run, await self._reserved(part), strict=True):
-                if result is not None and self._sort(sending, result):
+            results = await self._reserved(part)
+            self._failpoints.hit("writer.reserved")
+            self._now = self._clock.monotonic()
+            for sending, result in zip(part.run, results, strict=True):
+                if result is None:
+                    continue
+                if result.outcome is Reserved.TWO_STEPS:
+                    apart.append(sending)
+                elif self._sort(sending, result):
                     recorded.append(sending)
-        self._failpoints.hit("writer.reserved")
-        return await self._publish(recorded)
+        return recorded, apart
 
     def _admit(self, request: Request, planned: rules.PlannedSend) -> Sending | None:
         route = planned.route
@@ -206,7 +231,7 @@ class Commits:
 
     async def _reserve_alone(self, sending: Sending) -> ReserveResult | None:
         # One broken key fails a whole run; asked one by one, which is safe to repeat, only its slot stops.
-        (result,) = await self._reserved(Reserving([sending], self._store.reserve([_reservation(sending)])))
+        (result,) = await self._reserved(self._ask([sending]))
         return result
 
     def _sort(self, sending: Sending, result: ReserveResult) -> bool:
@@ -216,13 +241,13 @@ class Commits:
         assert planned is not None
         sending.seq = result.seq
         sending.reserved_at = result.reserved_at
+        if outcome is Reserved.DURABLE:
+            self._metrics.writer_commits += 1
+            self._answer_known(sending)
+            return False
         if outcome is Reserved.NEW:
-            sending.message = build_outbox_record(
-                bucket=sending.key.bucket,
-                seq=result.seq,
-                record=planned.record,
-                record_bytes=planned.record_bytes,
-                identity=sending.identity,
+            sending.message = fill_outbox_frame(
+                planned.outbox_frame, seq=result.seq, record_bytes=planned.record_bytes
             )
             return True
         if outcome is Reserved.RECORDED:
@@ -272,7 +297,6 @@ class Commits:
         for sending in durable:
             sending.durable = True
             self._settle_requests(sending)
-        self._failpoints.hit("writer.acknowledged")
         return marks
 
     async def settle(self, marks: Iterable["Marking"]) -> int:
@@ -494,8 +518,9 @@ def _reservation(sending: Sending) -> Reservation:
     planned = sending.planned
     assert planned is not None
     return Reservation(
-        sending.key, sending.identity, planned.record_bytes, planned.record.reserved_at, planned.expires_at
-    )
+        sending.key, sending.identity, planned.record_bytes, planned.record.reserved_at, planned.expires_at,
+        planned.outbox_frame,
+    )  # fmt: skip
 
 
 def _cut(sendings: list[Sending]) -> list[list[Sending]]:

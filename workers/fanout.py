@@ -1,13 +1,13 @@
 """The fan-out: turns records of the own Outbox partitions into records of the dispatch log.
 
-Two loops and a short queue between them. The planner takes a batch, plans every record (pure) and issues one
-append for all of it, grouped by shard. The finisher takes the batches in order and, **only when all records
-of a batch are durable**, stores the position of each partition. Whatever fails is appended again, and the
-positions of that batch and of all behind it wait until it has succeeded: the dispatch id, a function of the
-record, makes repeats converge in the mailboxes. The positions live on the core instance of their slot and
-only rise; a crash between append and store repeats the batches at the next start.
+Three loops. The planner takes a batch, plans every record (pure) and issues one append for all of it, grouped
+by shard. The finisher takes the batches in order and notes, **only when all records of a batch are durable**,
+how far each partition is; the keeper stores that every `FANOUT_POSITION_INTERVAL_MS`. Whatever fails is
+appended again, and the positions of that batch and of all behind it wait until it has succeeded: the dispatch
+id, a function of the record, makes repeats converge in the mailboxes. The positions live on the core instance
+of their slot and only rise; a crash before they are stored repeats the batches at the next start.
 
-After a small batch the planner lets a few milliseconds of records come together: what follows here, up to the
+After a small batch the planner lets some milliseconds of records come together: what follows here, up to the
 push, costs almost as much for one record as for ten, and nobody waits for it as for an acknowledgement.
 Several batches are in flight because the writer has several too: with one at a time a busy store served four
 passes of the writer for each batch here, and deliveries fell behind acknowledgements without end.
@@ -23,7 +23,7 @@ Full: with `BATCHES_IN_FLIGHT_MAX` appends under way no further batch is read; t
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -47,6 +47,7 @@ from qim.limits import (
     BATCHES_IN_FLIGHT_MAX,
     FANOUT_BATCH_RECORDS_MAX,
     FANOUT_PASS_INTERVAL_MS,
+    FANOUT_POSITION_INTERVAL_MS,
     LOG_READ_BYTES_MAX,
     SCRIPT_RUN_ITEMS_MAX,
 )
@@ -123,7 +124,7 @@ class Fanout:
         """Until drained. Raises what no batch can handle; the worker then ends."""
         await self.open()
         async with asyncio.TaskGroup() as tasks:
-            loops = (self._run_planner(), self._run_finisher(), self._run_mender())
+            loops = (self._run_planner(), self._run_finisher(), self._run_keeper(), self._run_mender())
             self._tasks = [tasks.create_task(loop) for loop in loops]
 
     async def drain(self, deadline: float) -> None:
@@ -221,34 +222,22 @@ class Fanout:
         return Issued(dispatches, reached, self._dispatch.append(dispatches), batch, started)
 
     async def _run_finisher(self) -> None:
-        while True:
-            ready = [await self._appended(await self._issued.get())]
-            # One position covers all that is in flight by now: its answer is as far away as theirs.
-            while not self._issued.empty():
-                ready.append(await self._appended(self._issued.get_nowait()))
-            await self._finish(ready)
-
-    async def _appended(self, issued: "Issued") -> "Issued":
-        await self._await_append(issued)
-        self._failpoints.hit("fanout.appended")
-        self._room.release()
-        return issued
-
-    async def _finish(self, ready: Sequence["Issued"]) -> None:
-        """Stores the positions of durable batches; returns when they are stored, however often it takes."""
-        reached: dict[SlotId, Offset] = {}
-        for issued in ready:
-            reached |= issued.reached
-        self._reached |= reached
-        await self._store_reached(reached)
-        self._failpoints.hit("fanout.stored")
         metrics = self._metrics
-        now = self._clock.monotonic()
-        for issued in ready:
+        while True:
+            issued = await self._issued.get()
+            await self._await_append(issued)
+            self._failpoints.hit("fanout.appended")
+            self._room.release()
+            self._reached |= issued.reached
             metrics.fanout_batches += 1
             metrics.fanout_batch_messages += len(issued.batch)
             metrics.fanout_dispatches += len(issued.dispatches)
-            metrics.fanout_pass.observe(now - issued.started)
+            metrics.fanout_pass.observe(self._clock.monotonic() - issued.started)
+
+    async def _run_keeper(self) -> None:
+        while True:
+            await asyncio.sleep(FANOUT_POSITION_INTERVAL_MS / 1000)
+            await self._store_reached()
 
     def _plan(self, batch: Sequence[LogRecord]) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:
         dispatches: list[PlannedDispatch] = []
@@ -309,15 +298,17 @@ class Fanout:
         attempts = 0
         while True:
             attempts = await self._missed.wait_and_mend(attempts)
-            await self._store_reached(tuple(self._reached))
 
-    async def _store_reached(self, partitions: Iterable[SlotId]) -> None:
-        """Stores how far these partitions are, up to what a broken dispatch partition misses."""
-        positions = {slot: self._missed.cap(slot, self._reached[slot]) for slot in partitions}
+    async def _store_reached(self) -> None:
+        """Stores how far the partitions are, up to what a broken dispatch partition misses."""
+        positions = {slot: self._missed.cap(slot, offset) for slot, offset in self._reached.items()}
         positions = {slot: offset for slot, offset in positions.items() if offset > self.positions[slot]}
+        if not positions:
+            return
         await self._store_positions(positions)
         for slot, offset in positions.items():
             self.positions[slot] = max(offset, self.positions[slot])
+        self._failpoints.hit("fanout.stored")
 
     async def _store_positions(self, reached: Mapping[SlotId, Offset]) -> None:
         """Returns when all are stored. Repeating is harmless: positions only rise."""
@@ -365,7 +356,7 @@ class Fanout:
             raise FailedPrecondition(f"slot {slot} stands at {stopped.offset}, not at {offset}")
         log.warning("record_skipped", role=GROUP, slot=slot, offset=offset, reason=stopped.reason)
         self._reached[slot] = self._planned[slot] = offset
-        await self._store_reached((slot,))
+        await self._store_reached()
         self._resume(slot, stopped, offset)
 
     def _stopped_at(self, slot: SlotId) -> Stopped:

@@ -28,7 +28,7 @@ from qim.domain.placement import Placement
 from qim.errors import StoreError
 from qim.ids import BootId, SlotId, WorkerId
 from qim.metrics import Metrics
-from qim.ports import CommitLog, CommitStore, MailboxStore
+from qim.ports import CommitLog, CommitStore, MailboxStore, OneStepCommits
 from qim.tokens import TokenVerifier
 from workers.failpoints import Failpoints
 from workers.fanout import Fanout
@@ -55,6 +55,9 @@ class RoleStores(Protocol):
 
     @property
     def mailboxes(self) -> Sequence[MailboxStore]: ...
+
+    @property
+    def one_step(self) -> Mapping[int, OneStepCommits]: ...
 
     @property
     def outbox(self) -> CommitLog: ...
@@ -106,6 +109,7 @@ class Roles:
         self.writer = Writer(
             worker=worker,
             stores=stores.commits,
+            one_step=stores.one_step,
             outbox=stores.outbox,
             **common,
         )

@@ -9,12 +9,13 @@ A second medium of a port is one more arm of a `match` here and nothing else any
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from qim.adapters.audit_redis import RedisCommitAudit, RedisMailboxAudit
 from qim.adapters.commitlog_redis import RedisCommitLog
+from qim.adapters.commits_one_step_redis import RedisOneStepCommits
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.lua_scripts import LuaScripts
 from qim.adapters.mailbox_redis import RedisMailboxStore
@@ -93,6 +94,7 @@ class Stores:
         mailboxes: Sequence[RedisMailboxStore],
         outbox: RedisCommitLog,
         dispatch: RedisCommitLog,
+        one_step: Mapping[int, RedisOneStepCommits],
     ) -> None:
         self.instances = tuple(instances)
         self.commits = tuple(commits)
@@ -101,6 +103,8 @@ class Stores:
         """By mailbox instance."""
         self.outbox = outbox
         self.dispatch = dispatch
+        self.one_step = dict(one_step)
+        """By core instance: those that hold the logs too."""
 
     async def connect(self) -> None:
         """Connects what is not connected; StoreRefused while a server is down, StoreUnfit if refused."""
@@ -160,12 +164,14 @@ def wire(
         for url in dict.fromkeys((*core, *mailbox, log))
     }
     expected = expected_identities(config)
+    commits = [RedisCommitStore(pipes[url], clock) for url in core]
+    # Only this worker appends to the Outbox partitions it reads; dispatches come from every worker.
+    outbox = RedisCommitLog(pipes[log], "outbox", clock=clock, consumers_here=log in core)
     return Stores(
         [Instance(url, pipe, expected[url]) for url, pipe in pipes.items()],
-        commits=[RedisCommitStore(pipes[url], clock) for url in core],
+        commits=commits,
         mailboxes=[RedisMailboxStore(pipes[url], clock) for url in mailbox],
-        # Only this worker appends to the Outbox partitions it reads; dispatches come from every worker.
-        outbox=RedisCommitLog(pipes[log], "outbox", clock=clock, consumers_here=log in core),
+        outbox=outbox,
         dispatch=RedisCommitLog(
             pipes[log],
             "dispatch",
@@ -174,6 +180,11 @@ def wire(
             clock=clock,
             consumers_here=log in mailbox,
         ),
+        one_step={
+            number: RedisOneStepCommits(commits[number], outbox, clock)
+            for number, url in enumerate(core)
+            if url == log and config.redis.commit_in_one_step
+        },
     )
 
 

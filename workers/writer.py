@@ -20,7 +20,8 @@ runs at the claim and every second.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from structlog import get_logger
@@ -54,7 +55,15 @@ from qim.limits import (
     WRITER_WAITING_MESSAGES_MAX,
 )
 from qim.metrics import Metrics
-from qim.ports import CommitLog, CommitStore, HistoryPage, HistoryQuery, ReadMark, ReadMarkResult
+from qim.ports import (
+    CommitLog,
+    CommitStore,
+    HistoryPage,
+    HistoryQuery,
+    OneStepCommits,
+    ReadMark,
+    ReadMarkResult,
+)
 from qim.wire.bodies import (
     MarkRead,
     MarkReadAck,
@@ -97,6 +106,7 @@ class Writer:
         placement: Placement,
         stores: Sequence[CommitStore],
         outbox: CommitLog,
+        one_step: Mapping[int, OneStepCommits] = MappingProxyType({}),
         clock: Clock,
         metrics: Metrics,
         failpoints: Failpoints,
@@ -115,6 +125,7 @@ class Writer:
                 store=stores[instance],
                 commits=Commits(
                     store=stores[instance],
+                    one_step=one_step.get(instance),
                     outbox=outbox,
                     home=placement.home_partition(worker),
                     buckets=[BucketId(bucket) for slot in mine for bucket in buckets_of_slot(slot)],

@@ -64,9 +64,7 @@ class MemoryCommitLog:
         """Which faults happened, so that a test can prove that its fault did."""
 
     def append(self, records: Sequence[tuple[SlotId, bytes]]) -> asyncio.Future[list[Offset | None]]:
-        fault = self.faults.popleft() if self.faults and records else None
-        if fault is not None:
-            self.struck.append(fault)
+        fault = self.next_fault() if records else None
         if fault is Fault.REFUSED:
             future: asyncio.Future[list[Offset | None]] = asyncio.get_running_loop().create_future()
             future.set_exception(StoreRefused("the test refused this append"))
@@ -74,15 +72,27 @@ class MemoryCommitLog:
         unknown: list[Offset | None] = [None] * len(records)
         if fault is Fault.LOST:
             return done(unknown)
-        offsets = self._store(records)
+        offsets = self.store(records)
         if fault is Fault.DOUBLED:
-            offsets = self._store(records)
+            offsets = self.store(records)
+        self.wake()
+        return done(unknown if fault is Fault.UNANSWERED else [*offsets])
+
+    def next_fault(self) -> Fault | None:
+        """What the test wants to happen to this append."""
+        if not self.faults:
+            return None
+        self.struck.append(self.faults.popleft())
+        return self.struck[-1]
+
+    def wake(self) -> None:
+        """Tells every reader that there may be more."""
         for wake in tuple(self._wakers):
             wake()
-        return done(unknown if fault is Fault.UNANSWERED else offsets)
 
-    def _store(self, records: Sequence[tuple[SlotId, bytes]]) -> list[Offset | None]:
-        offsets: list[Offset | None] = []
+    def store(self, records: Sequence[tuple[SlotId, bytes]]) -> list[Offset]:
+        """Appends and wakes nobody; the offset of each record."""
+        offsets: list[Offset] = []
         for partition, data in records:
             held = self.partition(partition)
             offsets.append(held.high)

@@ -77,7 +77,7 @@ class RedisCommitLog:
         self.shared = shared
         self.keys = tuple(stream_key(name, SlotId(slot)) for slot in range(SLOTS))
         self.tail = LogTail(bytes_max=tail_bytes_max)
-        self._counters = counter_key(name)
+        self.counters = counter_key(name)
         self._consumers_here = consumers_here
         self._reader_pipe: RedisPipe | None = None
         self._url = url
@@ -96,24 +96,31 @@ class RedisCommitLog:
         chunks = {partition: [records[index][1] for index in groups[partition]] for partition in groups}
 
         def decode(firsts: list[int]) -> bool:
-            for (partition, indexes), first in zip(groups.items(), firsts, strict=True):
-                if first >= 0:
-                    for at, index in enumerate(indexes, first):
-                        offsets[index] = Offset(at)
-                    self.tail.add(partition, Offset(first), chunks[partition])
-            self.tail.wake(groups)
-            if min(firsts) < 0:
+            known = {partition: first for partition, first in zip(groups, firsts, strict=True) if first >= 0}
+            for partition, first in known.items():
+                for at, index in enumerate(groups[partition], first):
+                    offsets[index] = Offset(at)
+            self.note_appended(
+                {partition: (Offset(known[partition]), chunks[partition]) for partition in known}
+            )
+            if len(known) < len(groups):
                 raise ValueError("the counter of a partition contradicts its stream")
             return True
 
         packed = [part for chunk in chunks.values() for part in (b"%d" % len(chunk), pack_records(chunk))]
         self.pipe.submit_script(
             "append_log",
-            [self._counters, *(self.keys[partition] for partition in groups)],
+            [self.counters, *(self.keys[partition] for partition in groups)],
             [*(SLOT_FIELDS[partition] for partition in groups), *packed],
             answers.part(0, decode, _unknown_is_an_answer),
         )
         return answers.future
+
+    def note_appended(self, chunks: Mapping[SlotId, tuple[Offset, list[bytes]]]) -> None:
+        """Hands to the readers here what this process has appended: per partition, from which offset on."""
+        for partition, (first, records) in chunks.items():
+            self.tail.add(partition, first, records)
+        self.tail.wake(chunks)
 
     # --- reading ---
 
@@ -131,7 +138,7 @@ class RedisCommitLog:
     async def load_ends(self, partitions: Sequence[SlotId]) -> dict[SlotId, Offset]:
         """Offset that the next record of each partition gets; a lost counter is read from its stream."""
         fields = [SLOT_FIELDS[partition] for partition in partitions]
-        values = await self.pipe.command("HMGET", self._counters, *fields) if fields else []
+        values = await self.pipe.command("HMGET", self.counters, *fields) if fields else []
         ends = {
             partition: Offset(int(value))
             for partition, value in zip(partitions, values, strict=True)

@@ -85,13 +85,20 @@ class MemoryCommitStore(MemoryOwnership):
     # --- the message path ---
 
     def reserve(self, items: Sequence[Reservation]) -> asyncio.Future[list[ReserveResult]]:
-        if self.limit_bytes and self.state.record_bytes >= self.limit_bytes:
+        if self.is_full:
             return done([_refused(Reserved.FULL)] * len(items))
-        return done([self._reserve_one(item) for item in items])
+        return done([self.reserve_one(item) for item in items])
 
-    def _reserve_one(self, item: Reservation) -> ReserveResult:
+    @property
+    def is_full(self) -> bool:
+        return bool(self.limit_bytes) and self.state.record_bytes >= self.limit_bytes
+
+    def reserve_one(self, item: Reservation) -> ReserveResult:
+        return self.judge(item) or self.allocate(item)
+
+    def judge(self, item: Reservation) -> ReserveResult | None:
+        """What is known of a message or forbids it; None: it is new."""
         fact = self._fact(item.key)
-        conversation = self._conversation(item.key)
         if self._is_stale(_slot(item.key.bucket)):
             return _refused(Reserved.STALE_OWNER)
         if fact is not None and fact.identity != item.identity:
@@ -99,11 +106,20 @@ class MemoryCommitStore(MemoryOwnership):
         if fact is not None and fact.committed_at:
             return ReserveResult(Reserved.COMMITTED, fact.seq, fact.reserved_at, b"")
         if fact is not None:
-            return ReserveResult(
-                Reserved.RECORDED, fact.seq, fact.reserved_at, conversation.records[fact.seq]
-            )
-        if abs(item.reserved_at - self._clock.now_ms()) > CLOCK_SKEW_MS_MAX:
+            record = self._conversation(item.key).records[fact.seq]
+            return ReserveResult(Reserved.RECORDED, fact.seq, fact.reserved_at, record)
+        if abs(item.reserved_at - self.clock.now_ms()) > CLOCK_SKEW_MS_MAX:
             return _refused(Reserved.CLOCK)
+        return None
+
+    def has_unfinished(self, key: MessageKey) -> bool:
+        """Whether the conversation of this message holds sequences above its visible head."""
+        conversation = self._conversation(key)
+        return conversation.last != conversation.head
+
+    def allocate(self, item: Reservation) -> ReserveResult:
+        """The next sequence of its conversation for a message that `judge` found new."""
+        conversation = self._conversation(item.key)
         if conversation.last >= SEQ_MAX:
             return _refused(Reserved.EXHAUSTED)
         conversation.last = Seq(conversation.last + 1)
@@ -113,10 +129,10 @@ class MemoryCommitStore(MemoryOwnership):
         return ReserveResult(Reserved.NEW, conversation.last, item.reserved_at, b"")
 
     def mark_committed(self, items: Sequence[Commit]) -> asyncio.Future[list[CommitResult]]:
-        now = self._clock.now_ms()
-        return done([self._mark_one(item, now) for item in items])
+        now = self.clock.now_ms()
+        return done([self.mark_one(item, now) for item in items])
 
-    def _mark_one(self, item: Commit, now: Millis) -> CommitResult:
+    def mark_one(self, item: Commit, now: Millis) -> CommitResult:
         if self._is_stale(_slot(item.key.bucket)):
             return CommitResult(Committed.STALE_OWNER, Millis(0))
         fact = self._fact(item.key)
@@ -143,7 +159,7 @@ class MemoryCommitStore(MemoryOwnership):
     def read_pending(
         self, buckets: Sequence[BucketId], *, older_than_ms: int, entries_max: int
     ) -> asyncio.Future[list[Pending]]:
-        now = self._clock.now_ms()
+        now = self.clock.now_ms()
         found = [
             Pending(key, fact.identity, fact.seq, fact.reserved_at, self._conversation(key).records[fact.seq])
             for key, fact in self.state.pending.items()
@@ -216,7 +232,7 @@ class MemoryCommitStore(MemoryOwnership):
 
     def _fact(self, key: MessageKey) -> Fact | None:
         fact = self.state.committed.get(key)
-        if fact is not None and self._clock.now_ms() > fact.committed_at + IDEMPOTENCY_WINDOW_MS:
+        if fact is not None and self.clock.now_ms() > fact.committed_at + IDEMPOTENCY_WINDOW_MS:
             del self.state.committed[key]
             fact = None
         return fact or self.state.pending.get(key)

@@ -50,13 +50,14 @@ _REFUSALS: Final = {
     -2: Reserved.STALE_OWNER,
     -3: Reserved.CLOCK,
     -4: Reserved.EXHAUSTED,
+    -5: Reserved.TWO_STEPS,
 }
 _NOT_COMMITTED: Final = {-1: Committed.NOT_PENDING, -2: Committed.STALE_OWNER}
 
 T = TypeVar("T")
 
 
-class _Run:
+class ScriptRun:
     """The slots and conversations of one script call, numbered from 1 in the order of their first item."""
 
     def __init__(self, epochs: Sequence[bytes]) -> None:
@@ -69,6 +70,19 @@ class _Run:
         slots, conversations = self.slots, self.conversations
         slot = slots.setdefault(key.bucket // BUCKETS_PER_SLOT, len(slots) + 1)
         return slot, conversations.setdefault(suffix, len(conversations) + 1)
+
+    def reservation_heads(self, run: Sequence[Reservation]) -> tuple[list[bytes], list[bytes]]:
+        """The fixed part of each item, and the keys of what must be collected early."""
+        collects: dict[bytes, int] = {}
+        heads: list[bytes] = []
+        for item in run:
+            slot, conversation = self.place(item.key)
+            collect, due = 0, b""
+            if item.expires_at:
+                collect = collects.setdefault(keys.collect_key(item.key.bucket), len(collects) + 1)
+                due = b"%d" % item.expires_at
+            heads.append(_HEAD.pack(slot, conversation, collect, item.identity, item.reserved_at) + due)
+        return heads, list(collects)
 
     def owner_arguments(self) -> Iterator[bytes]:
         """Slot numbers, then the epochs under which we own them."""
@@ -88,36 +102,28 @@ class RedisCommitStore(RedisOwnership):
     # --- the message path ---
 
     def reserve(self, items: Sequence[Reservation]) -> asyncio.Future[list[ReserveResult]]:
-        runs = list(_chunks(items))
-        answers = Answers(len(runs), _concatenate)
+        runs = list(script_runs(items))
+        answers = Answers(len(runs), concatenate)
         for at, run in enumerate(runs):
             script_keys, arguments = self._reserve_call(run)
-            on_reply = answers.part(at, _reserve_decoder(run), _full_decoder(run))
-            self._pipe.submit_script("reserve_messages", script_keys, arguments, on_reply)
+            on_reply = answers.part(at, _reserve_decoder(run), full_decoder(run))
+            self.pipe.submit_script("reserve_messages", script_keys, arguments, on_reply)
         return answers.future
 
     def mark_committed(self, items: Sequence[Commit]) -> asyncio.Future[list[CommitResult]]:
         same_partition = (list(group) for _, group in groupby(items, key=attrgetter("partition")))
-        runs = [run for group in same_partition for run in _chunks(group)]
-        answers = Answers(len(runs), _concatenate)
+        runs = [run for group in same_partition for run in script_runs(group)]
+        answers = Answers(len(runs), concatenate)
         hour = self._clock.now_ms() // keys.HOUR_MS - 1
         for at, run in enumerate(runs):
             script_keys, arguments = self._mark_call(run, hour)
             decode = self._mark_decoder(len(run), script_keys, arguments)
-            self._pipe.submit_script("mark_committed", script_keys, arguments, answers.part(at, decode))
+            self.pipe.submit_script("mark_committed", script_keys, arguments, answers.part(at, decode))
         return answers.future
 
     def _reserve_call(self, run: Sequence[Reservation]) -> tuple[list[bytes], list[Argument]]:
-        places = _Run(self._epochs)
-        collects: dict[bytes, int] = {}
-        heads: list[bytes] = []
-        for item in run:
-            slot, conversation = places.place(item.key)
-            collect, due = 0, b""
-            if item.expires_at:
-                collect = collects.setdefault(keys.collect_key(item.key.bucket), len(collects) + 1)
-                due = b"%d" % item.expires_at
-            heads.append(_HEAD.pack(slot, conversation, collect, item.identity, item.reserved_at) + due)
+        places = ScriptRun(self.epochs)
+        heads, collects = places.reservation_heads(run)
         script_keys = [
             keys.OWNER,
             keys.PENDING,
@@ -135,7 +141,7 @@ class RedisCommitStore(RedisOwnership):
         return script_keys, arguments
 
     def _mark_call(self, run: Sequence[Commit], hour: int) -> tuple[list[bytes], list[Argument]]:
-        places = _Run(self._epochs)
+        places = ScriptRun(self.epochs)
         marks: dict[tuple[int, bytes], int] = {}
         heads = []
         for item in run:
@@ -165,7 +171,7 @@ class RedisCommitStore(RedisOwnership):
         def drain_again(reply: object) -> None:
             """An error ends the drain; the next commit in the conversation goes on with it."""
             if isinstance(reply, list) and reply[1] == 1:
-                self._pipe.submit_script("mark_committed", script_keys, arguments, drain_again)
+                self.pipe.submit_script("mark_committed", script_keys, arguments, drain_again)
 
         def decode(reply: Any) -> list[CommitResult]:  # noqa: ANN401 - checked by decoding it
             if isinstance(reply, int):
@@ -188,7 +194,7 @@ class RedisCommitStore(RedisOwnership):
         self, cursor: bytes, buckets: Sequence[BucketId], older_than_ms: int
     ) -> asyncio.Future[Any]:
         arguments: list[Argument] = [cursor, PENDING_SCAN_COUNT, older_than_ms, bytes(buckets)]
-        return self._pipe.script("read_pending", [keys.PENDING], arguments)
+        return self.pipe.script("read_pending", [keys.PENDING], arguments)
 
     async def _read_pending(
         self,
@@ -221,12 +227,12 @@ class RedisCommitStore(RedisOwnership):
         for at, item in enumerate(found):
             suffix = keys.conversation_suffix(item.key.bucket, item.key.tenant, item.key.conversation)
             command = ("HGET", keys.record_key(suffix), item.seq)
-            self._pipe.submit(command, answers.part(at, _same, _broken_is_empty))
+            self.pipe.submit(command, answers.part(at, _same, _broken_is_empty))
         complete = []
         for item, record in zip(found, await answers.future, strict=True):
             if record is not None:
                 complete.append(item._replace(record=record))
-            elif await self._pipe.command("HEXISTS", keys.PENDING, keys.pending_field(item.key)):
+            elif await self.pipe.command("HEXISTS", keys.PENDING, keys.pending_field(item.key)):
                 complete.append(item)
         return complete
 
@@ -254,20 +260,20 @@ class RedisCommitStore(RedisOwnership):
             keys.pack_tenant(query.tenant) + query.conversation,
             query.before_seq, query.after_seq, query.entries_max, query.bytes_max,
         ]  # fmt: skip
-        self._pipe.submit_script("read_history", script_keys, arguments, on_reply)
+        self.pipe.submit_script("read_history", script_keys, arguments, on_reply)
 
     def mark_read(self, items: Sequence[ReadMark]) -> asyncio.Future[list[ReadMarkResult]]:
-        runs = list(_chunks(items))
-        answers = Answers(len(runs), _concatenate)
+        runs = list(script_runs(items))
+        answers = Answers(len(runs), concatenate)
         for at, run in enumerate(runs):
             suffixes = [keys.conversation_suffix(item.bucket, item.tenant, item.conversation) for item in run]
             pairs = ((keys.conversation_key(suffix), keys.skip_key(suffix)) for suffix in suffixes)
             arguments: list[Argument] = [len(run)]
             for item in run:
                 slot = item.bucket // BUCKETS_PER_SLOT
-                arguments += (keys.SLOT_FIELDS[slot], self._epochs[slot], b"r" + item.user, item.read_seq)
+                arguments += (keys.SLOT_FIELDS[slot], self.epochs[slot], b"r" + item.user, item.read_seq)
             script_keys = [keys.OWNER, *chain.from_iterable(pairs)]
-            self._pipe.submit_script("mark_read", script_keys, arguments, answers.part(at, _read_marks))
+            self.pipe.submit_script("mark_read", script_keys, arguments, answers.part(at, _read_marks))
         return answers.future
 
     # --- positions, guards ---
@@ -285,7 +291,7 @@ class RedisCommitStore(RedisOwnership):
         if positions:
             arguments = [*chain.from_iterable((slot, offset) for slot, offset in positions.items())]
             on_reply = answers.part(0, _same)
-            self._pipe.submit_script("store_position", [keys.position_key(group)], arguments, on_reply)
+            self.pipe.submit_script("store_position", [keys.position_key(group)], arguments, on_reply)
         return answers.future
 
     def load_last_seq(
@@ -294,12 +300,12 @@ class RedisCommitStore(RedisOwnership):
         answers: Answers[list[Seq]] = Answers(len(conversations), list)
         for at, place in enumerate(conversations):
             key = keys.conversation_key(keys.conversation_suffix(*place))
-            self._pipe.submit(("HGET", key, "n"), answers.part(at, lambda reply: Seq(int(reply or 0))))
+            self.pipe.submit(("HGET", key, "n"), answers.part(at, lambda reply: Seq(int(reply or 0))))
         return answers.future
 
     def memory_used_ratio(self) -> asyncio.Future[float]:
         answers: Answers[float] = Answers(1, lambda parts: parts[0])
-        self._pipe.submit(("INFO", "memory"), answers.part(0, _used_ratio))
+        self.pipe.submit(("INFO", "memory"), answers.part(0, _used_ratio))
         return answers.future
 
     def _offsets(self, key: bytes, partitions: Sequence[SlotId]) -> asyncio.Future[dict[SlotId, Offset]]:
@@ -307,15 +313,15 @@ class RedisCommitStore(RedisOwnership):
             1 if partitions else 0, lambda parts: _stored(partitions, parts)
         )
         if partitions:
-            self._pipe.submit(("HMGET", key, *partitions), answers.part(0, _same))
+            self.pipe.submit(("HMGET", key, *partitions), answers.part(0, _same))
         return answers.future
 
 
-def _chunks(items: Sequence[T]) -> Iterable[Sequence[T]]:
+def script_runs(items: Sequence[T]) -> Iterable[Sequence[T]]:
     return (items[at : at + SCRIPT_RUN_ITEMS_MAX] for at in range(0, len(items), SCRIPT_RUN_ITEMS_MAX))
 
 
-def _concatenate(parts: list[list[T]]) -> list[T]:
+def concatenate(parts: list[list[T]]) -> list[T]:
     return parts[0] if len(parts) == 1 else list(chain.from_iterable(parts))
 
 
@@ -325,15 +331,16 @@ def _same(reply: T) -> T:
 
 def _reserve_decoder(run: Sequence[Reservation]) -> Callable[[list[Any]], list[ReserveResult]]:
     def decode(reply: list[Any]) -> list[ReserveResult]:
-        return [_reserve_result(answer, item) for answer, item in zip(reply, run, strict=True)]
+        return [reserve_result(answer, item) for answer, item in zip(reply, run, strict=True)]
 
     return decode
 
 
-def _reserve_result(answer: int | bytes, item: Reservation) -> ReserveResult:
+def reserve_result(answer: int | bytes, item: Reservation, new: Reserved = Reserved.NEW) -> ReserveResult:
+    """One answer of `reserve_messages` or `commit_messages`; they differ in what a new message is."""
     if isinstance(answer, int):
         if answer > 0:
-            return ReserveResult(Reserved.NEW, Seq(answer), item.reserved_at, b"")
+            return ReserveResult(new, Seq(answer), item.reserved_at, b"")
         return ReserveResult(_REFUSALS[answer], Seq(0), Millis(0), b"")
     reserved_at = Millis(_U64.unpack_from(answer, 1)[0])
     if answer[:1] == b"C":
@@ -342,7 +349,7 @@ def _reserve_result(answer: int | bytes, item: Reservation) -> ReserveResult:
     return ReserveResult(Reserved.RECORDED, Seq(int(answer[9:end])), reserved_at, answer[end + 1 :])
 
 
-def _full_decoder(run: Sequence[Reservation]) -> Callable[[StoreError], list[ReserveResult] | None]:
+def full_decoder(run: Sequence[Reservation]) -> Callable[[StoreError], list[ReserveResult] | None]:
     def decode(error: StoreError) -> list[ReserveResult] | None:
         if isinstance(error, StoreRefused) and str(error).startswith("OOM"):
             return [ReserveResult(Reserved.FULL, Seq(0), Millis(0), b"")] * len(run)

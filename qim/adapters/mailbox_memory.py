@@ -197,7 +197,7 @@ class MemoryMailboxStore(MemoryOwnership):
                 return MailboxPage((), query.held_through, newest > query.held_through, False, newest)
         page = _cut(visible, query)
         more = len(page) < len(visible)
-        oldest = self._clock.now_ms() - DAY_MS
+        oldest = self.clock.now_ms() - DAY_MS
         kept = tuple(
             (seq, entry)
             for seq, entry, ephemeral in page
@@ -214,12 +214,12 @@ class MemoryMailboxStore(MemoryOwnership):
             for name, box in self.state.boxes.items()
             if name[:3] == (slot, tenant, user)
             and name.day >= oldest
-            and name.expires_at > self._clock.now_ms()
+            and name.expires_at > self.clock.now_ms()
         )
         return done(holds)
 
     def _entries(self, query: MailboxPageQuery, days: Iterable[int]) -> list[tuple[MailboxSeq, bytes, bool]]:
-        now = self._clock.now_ms()
+        now = self.clock.now_ms()
         names = (
             BoxName(query.slot, query.tenant, query.user, day, ephemeral)
             for day in days
@@ -259,7 +259,7 @@ class MemoryMailboxStore(MemoryOwnership):
         return NO_SEQ if shard is None else shard.watermark
 
     def _today(self) -> int:
-        return self._clock.now_ms() // DAY_MS
+        return self.clock.now_ms() // DAY_MS
 
     def _turn_day(self, slot: SlotId) -> int:
         shard = self.state.shards[slot]
@@ -277,13 +277,13 @@ class MemoryMailboxStore(MemoryOwnership):
 
     def _progress_of(self, write: MailboxWrite) -> dict[DispatchId, Progress]:
         hour = write.reserved_at // HOUR_MS
-        if self.state.progress_expires_at.get(hour, 0) <= self._clock.now_ms():
+        if self.state.progress_expires_at.get(hour, 0) <= self.clock.now_ms():
             self.state.progress.pop(hour, None)
         return self.state.progress.setdefault(hour, {})
 
     def _note_progress(self, write: MailboxWrite, progress: Progress) -> None:
         self._progress_of(write)[write.dispatch_id] = progress
-        expires_at = self._clock.now_ms() + DISPATCH_PROGRESS_LIFE_MS
+        expires_at = self.clock.now_ms() + DISPATCH_PROGRESS_LIFE_MS
         self.state.progress_expires_at[write.reserved_at // HOUR_MS] = expires_at
 
     def _put(self, write: MailboxWrite, recipients: Iterable[UserId], day: int) -> None:

@@ -75,7 +75,7 @@ class RedisMailboxStore(RedisOwnership):
         commands = [(b"HSETNX", WATERMARKS, SLOT_FIELDS[slot], state) for slot, state in states.items()]
         answers: Answers[None] = Answers(len(commands), lambda _replies: None)
         for at, command in enumerate(commands):
-            self._pipe.submit(command, answers.part(at, int))
+            self.pipe.submit(command, answers.part(at, int))
         return answers.future
 
     def load_shards(self, slots: Sequence[SlotId]) -> asyncio.Future[dict[SlotId, ShardState]]:
@@ -91,7 +91,7 @@ class RedisMailboxStore(RedisOwnership):
         answers: Answers[dict[SlotId, ShardState]] = Answers(parts, lambda found: found[0] if found else {})
         if slots:
             fields = [SLOT_FIELDS[slot] for slot in slots]
-            self._pipe.submit((b"HMGET", WATERMARKS, *fields), answers.part(0, decode))
+            self.pipe.submit((b"HMGET", WATERMARKS, *fields), answers.part(0, decode))
         return answers.future
 
     # --- the fused path ---
@@ -109,9 +109,9 @@ class RedisMailboxStore(RedisOwnership):
 
     def _issue_fused(self, call: FusedCall) -> None:
         keys = call.entry_keys(self._days)
-        arguments = call.arguments(self._days, self._epochs, keys, self._keys_with_expiry)
+        arguments = call.arguments(self._days, self.epochs, keys, self._keys_with_expiry)
         turns = self._turns
-        self._pipe.submit_script(
+        self.pipe.submit_script(
             "materialise_dispatches",
             [OWNER, WATERMARKS, progress_key(Millis(call.reserved_at)), *keys],
             arguments,
@@ -144,10 +144,10 @@ class RedisMailboxStore(RedisOwnership):
         self._turns += 1
         for slot, day in zip(slots, stored, strict=True):
             if day < today:
-                self._pipe.submit_script(
+                self.pipe.submit_script(
                     "turn_day",
                     [OWNER, WATERMARKS, day_hash_key(slot)],
-                    [SLOT_FIELDS[slot], self._epochs[slot], MAILBOX_DAYS],
+                    [SLOT_FIELDS[slot], self.epochs[slot], MAILBOX_DAYS],
                     lambda _reply: None,  # the repeat behind it finds out what became of it
                 )
             self._days[slot] = max(day, today)
@@ -167,7 +167,7 @@ class RedisMailboxStore(RedisOwnership):
 
     def _issue_begin(self, begin: "_Begin") -> None:
         write, turns = begin.write, self._turns
-        self._pipe.submit_script(
+        self.pipe.submit_script(
             "begin_dispatch",
             [OWNER, WATERMARKS, progress_key(write.reserved_at)],
             [*self._identity_of(write, begin.expected), DISPATCH_PROGRESS_LIFE_MS],
@@ -199,11 +199,11 @@ class RedisMailboxStore(RedisOwnership):
                 self._remember_keys(keys)
             return answer_of(reply.decode())
 
-        self._pipe.submit_script(
+        self.pipe.submit_script(
             "append_entries",
             [OWNER, progress_key(write.reserved_at), *keys],
             [
-                SLOT_FIELDS[write.slot], self._epochs[write.slot], write.mailbox_seq, write.dispatch_id,
+                SLOT_FIELDS[write.slot], self.epochs[write.slot], write.mailbox_seq, write.dispatch_id,
                 write.digest, pack_day(day), write.entry, (day + 1) * DAY_MS + life, marks,
             ],
             answers.part(0, decode),
@@ -215,7 +215,7 @@ class RedisMailboxStore(RedisOwnership):
     ) -> asyncio.Future[Materialised]:
         answers: Answers[Materialised] = Answers(1, _only)
         outcome = "s" if skipped else "f"
-        self._pipe.submit_script(
+        self.pipe.submit_script(
             "finish_dispatch",
             [OWNER, WATERMARKS, progress_key(write.reserved_at)],
             [*self._identity_of(write, expected), outcome, DISPATCH_PROGRESS_LIFE_MS],
@@ -225,7 +225,7 @@ class RedisMailboxStore(RedisOwnership):
 
     def _identity_of(self, write: MailboxWrite, expected: MailboxSeq) -> tuple[bytes | int, ...]:
         slot = write.slot
-        epoch = self._epochs[slot]
+        epoch = self.epochs[slot]
         return (SLOT_FIELDS[slot], epoch, expected, write.mailbox_seq, write.dispatch_id, write.digest)
 
     # --- reading ---
@@ -253,7 +253,7 @@ class RedisMailboxStore(RedisOwnership):
             else:
                 on_done(reply)
 
-        self._pipe.submit_script(
+        self.pipe.submit_script(
             "read_mailbox",
             [WATERMARKS, day_hash_key(slot), *keys],
             [
@@ -276,7 +276,7 @@ class RedisMailboxStore(RedisOwnership):
         ]
         answers: Answers[bool] = Answers(len(keys), any)
         for at, key in enumerate(keys):
-            self._pipe.submit((b"ZSCORE", key, entry), answers.part(at, lambda score: score is not None))
+            self.pipe.submit((b"ZSCORE", key, entry), answers.part(at, lambda score: score is not None))
         return answers.future
 
 

@@ -31,12 +31,12 @@ class MemoryOwnership:
     """`SlotOwnership` of the port; `owners` is the table of the instance."""
 
     def __init__(self, clock: Clock, owners: dict[SlotId, Owner]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._owners = owners
         self._epochs: dict[SlotId, Epoch] = {}
 
     def claim(self, claim: SlotClaim) -> asyncio.Future[ClaimResult]:
-        now = self._clock.now_ms()
+        now = self.clock.now_ms()
         held = ((slot, self._owners.get(slot)) for slot in claim.slots)
         refusals = tuple(
             ClaimRefusal(slot, reason, owner.label)

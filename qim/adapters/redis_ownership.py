@@ -22,23 +22,23 @@ class RedisOwnership:
     """`SlotOwnership` of the port, on one pipe."""
 
     def __init__(self, pipe: RedisPipe) -> None:
-        self._pipe = pipe
-        self._epochs = [_UNCLAIMED] * SLOTS
+        self.pipe = pipe
+        self.epochs = [_UNCLAIMED] * SLOTS
         """Packed epoch per slot, ready to be an argument of a script."""
 
     def claim(self, claim: SlotClaim) -> asyncio.Future[ClaimResult]:
         answers: Answers[ClaimResult] = Answers(1, lambda parts: self._remember(parts[0]))
         on_reply = answers.part(0, lambda reply: _decode_claim(claim, reply))
-        self._pipe.submit_script("claim_slot", [OWNER], _arguments("claim", claim), on_reply)
+        self.pipe.submit_script("claim_slot", [OWNER], _arguments("claim", claim), on_reply)
         return answers.future
 
     def _remember(self, result: ClaimResult) -> ClaimResult:
         for slot, epoch in result.epochs.items():
-            self._epochs[slot] = pack_epoch(epoch)
+            self.epochs[slot] = pack_epoch(epoch)
         return result
 
     def release(self, claim: SlotClaim) -> asyncio.Future[None]:
-        return self._pipe.script("claim_slot", [OWNER], _arguments("release", claim))
+        return self.pipe.script("claim_slot", [OWNER], _arguments("release", claim))
 
 
 def _arguments(mode: str, claim: SlotClaim) -> list[bytes | str | int]:

@@ -54,6 +54,7 @@ from qim.records import (
     MessageRecord,
     MessageType,
     RetentionClass,
+    build_outbox_frame,
     encode_record,
     identity_digest,
     message_id_of,
@@ -91,6 +92,8 @@ class PlannedSend(NamedTuple):
     record: MessageRecord
     record_bytes: bytes
     expires_at: Millis
+    outbox_frame: bytes
+    """Its Outbox record, without the sequence."""
 
 
 @lru_cache(maxsize=PAIR_CACHE_ENTRIES_MAX)
@@ -144,7 +147,11 @@ def plan_send(
         now_ms, 0,
     )  # fmt: skip
     expires_at = Millis(now_ms + EPHEMERAL_LIFE_MS if retention_class == RetentionClass.EPHEMERAL else 0)
-    return PlannedSend(route, identity, record, encode_record(record), expires_at)
+    record_bytes = encode_record(record)
+    frame = build_outbox_frame(
+        bucket=route.bucket, record=record, record_bytes=record_bytes, identity=identity
+    )
+    return PlannedSend(route, identity, record, record_bytes, expires_at, frame)
 
 
 def _check_content(

@@ -60,7 +60,7 @@ async def test_what_was_not_begun_or_differs_or_is_stale_writes_nothing(opened: 
     assert await store.append_entries(other, begun.day, [ANN]) is Materialised.MISMATCH
     assert await store.append_entries(write, begun.day + 1, [ANN]) is Materialised.GAP
     await store.claim(claim_of(b"newer"))
-    store._epochs[SLOT] = b"\0" * 7 + b"\1"
+    store.epochs[SLOT] = b"\0" * 7 + b"\1"
     assert await store.append_entries(write, begun.day, [ANN]) is Materialised.STALE_OWNER
     assert await pipe.command("EXISTS", box(ANN)) == 0
 

@@ -56,7 +56,7 @@ async def test_another_digest_stale_owner_and_gap_write_nothing(opened: Opened) 
     assert (await store.begin_dispatch(write_of(2), W0)).outcome is Materialised.GAP
     assert await contents(pipe) == before
     await store.claim(claim_of(b"newer"))
-    store._epochs[SLOT] = b"\0" * 7 + b"\1"
+    store.epochs[SLOT] = b"\0" * 7 + b"\1"
     assert (await store.begin_dispatch(write_of(1), W0)).outcome is Materialised.STALE_OWNER
 
 

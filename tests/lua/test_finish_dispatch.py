@@ -54,7 +54,7 @@ async def test_not_begun_another_digest_gap_and_stale_owner_move_nothing(opened:
     assert await store.finish_dispatch(write_of(2), W0) is Materialised.GAP
     assert await contents(pipe) == before
     await store.claim(claim_of(b"newer"))
-    store._epochs[SLOT] = b"\0" * 7 + b"\1"
+    store.epochs[SLOT] = b"\0" * 7 + b"\1"
     assert await store.finish_dispatch(write_of(1), W0) is Materialised.STALE_OWNER
     assert await watermark(pipe) == 0
 

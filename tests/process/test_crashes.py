@@ -50,16 +50,21 @@ def _is_replaced(server: DevServer, victim: int) -> bool:
 
 @pytest.mark.shows("F-01", "F-02", "F-03", "C2", "C4", "C7", "C11", "F4", "M4", "M7", "X5")
 @pytest.mark.parametrize(
-    "step",
+    ("step", "one_step"),
     [
-        "writer.taken", "writer.reserved", "writer.appended", "writer.marked", "writer.acknowledged",
-        "fanout.planned", "fanout.appended", "fanout.stored",
-        "mailbox.taken", "mailbox.finished", "mailbox.pushed",
+        ("writer.taken", True), ("writer.reserved", True), ("writer.acknowledged", True),
+        ("writer.reserved", False), ("writer.appended", False), ("writer.marked", False),
+        ("writer.acknowledged", False), ("fanout.planned", True), ("fanout.appended", True),
+        ("fanout.stored", True), ("mailbox.taken", True), ("mailbox.finished", True),
+        ("mailbox.pushed", True),
     ],
 )  # fmt: skip
-async def test_a_worker_killed_at_a_step_loses_and_doubles_nothing(step: str, tmp_path: Path) -> None:
+async def test_a_worker_killed_at_a_step_loses_and_doubles_nothing(
+    step: str, one_step: bool, tmp_path: Path
+) -> None:
     struck = tmp_path / "struck"
     environment = {
+        "QIM__REDIS__COMMIT_IN_ONE_STEP": str(one_step).lower(),
         "QIM__TEST__FAILPOINTS": "true",
         "QIM_FAILPOINTS": f"{step}=exit@7",
         "QIM_FAILPOINTS_LOG": str(struck),

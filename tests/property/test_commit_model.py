@@ -14,7 +14,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from qim.adapters.commitlog_memory import MemoryCommitLog
+from qim.adapters.commitlog_redis import RedisCommitLog
 from qim.adapters.commits_memory import MemoryCommitStore
+from qim.adapters.commits_one_step_memory import MemoryOneStepCommits
+from qim.adapters.commits_one_step_redis import RedisOneStepCommits
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.redis_pipe import RedisPipe
 from qim.ids import BucketId, ClientMessageId, ConversationId, Millis, Offset, Seq, SlotId, UserId
@@ -29,10 +33,12 @@ from qim.ports import (
     ReserveResult,
     SlotClaim,
 )
+from qim.records import OUTBOX_FRAME_BYTES
 from tests.lua.commit_calls import ALICE, BOB, CLOCK, CONVERSATION, SCRIPTS, TENANT, claim_of
 from tests.services import StoreServer
 
 T = TypeVar("T")
+HOME = SlotId(1)
 KILLS_MAX = 1
 """Per run: a restart takes longer than everything else of a run together."""
 
@@ -55,7 +61,8 @@ def reservations(draw: st.DrawFn) -> Reservation:
     text = draw(st.sampled_from([b"one", b"one", b"one", b"other"]))
     skew_ms = draw(st.sampled_from([0, 0, 0, 0, 60_000, -60_000]))
     record = b"record " + draw(texts)
-    return Reservation(key, text.ljust(36, b"."), record, Millis(CLOCK.now_ms() + skew_ms), Millis(0))
+    frame = b"\x02\x01\x00" + bytes([bucket]) + text.ljust(OUTBOX_FRAME_BYTES - 4, b"f")
+    return Reservation(key, text.ljust(36, b"."), record, Millis(CLOCK.now_ms() + skew_ms), Millis(0), frame)
 
 
 class CommitComparison(RuleBasedStateMachine):
@@ -71,6 +78,7 @@ class CommitComparison(RuleBasedStateMachine):
         self.pipe = self.connect()
         self.wait(self.flush())
         self.reals = [RedisCommitStore(self.pipe, CLOCK) for _ in self.models]
+        self.log = MemoryCommitLog(CLOCK)
         self.claims: list[SlotClaim | None] = [None, None]
         self.known: dict[MessageKey, tuple[Reservation, ReserveResult]] = {}
         self.stamps: dict[MessageKey, Millis] = {}
@@ -115,6 +123,17 @@ class CommitComparison(RuleBasedStateMachine):
         for item, result in zip(items, model, strict=True):
             if result.outcome in {Reserved.NEW, Reserved.RECORDED}:
                 self.known[item.key] = (item, result)
+
+    @rule(worker=st.integers(0, 1), items=st.lists(reservations(), max_size=8))
+    def commit_in_one_step(self, worker: int, items: Sequence[Reservation]) -> None:
+        async def run() -> tuple[list[ReserveResult], list[ReserveResult]]:
+            outbox = RedisCommitLog(self.pipe, "outbox")
+            real = RedisOneStepCommits(self.reals[worker], outbox, CLOCK)
+            model = MemoryOneStepCommits(self.models[worker], self.log)
+            return await real.commit(items, HOME), await model.commit(items, HOME)
+
+        real, model = self.loop.run_until_complete(run())
+        assert real == model
 
     @precondition(lambda self: self.known)
     @rule(worker=st.integers(0, 1), data=st.data(), offset=st.integers(-1, 20))
@@ -178,7 +197,7 @@ class CommitComparison(RuleBasedStateMachine):
         epochs = [self.models[worker]._epochs for worker in (0, 1)]
         for real, known in zip(self.reals, epochs, strict=True):
             for slot, epoch in known.items():
-                real._epochs[slot] = epoch.to_bytes(8, "big")
+                real.epochs[slot] = epoch.to_bytes(8, "big")
         self.compare_everything()
 
     def compare_everything(self) -> None:
@@ -190,6 +209,13 @@ class CommitComparison(RuleBasedStateMachine):
         buckets = [bucket for bucket, _ in PLACES]
         slots = [SlotId(slot) for slot in range(3)]
         real, model = self.call(0, "read_history", queries)
+        assert real == model
+
+        async def outboxes() -> list[object]:
+            outbox = RedisCommitLog(self.pipe, "outbox")
+            return [await log.read(HOME, Offset(0), records_max=1_000) for log in (outbox, self.log)]
+
+        real, model = self.loop.run_until_complete(outboxes())
         assert real == model
         real, model = self.call(0, "read_pending", buckets, older_than_ms=-100_000, entries_max=1_000)
         assert isinstance(real, list)

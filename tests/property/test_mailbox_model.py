@@ -202,10 +202,10 @@ class MailboxMachine(RuleBasedStateMachine):
         async def reconnect() -> None:
             await self.pipe.close()
             self.pipe = await open_pipe(self.server)
-            epochs = [store._epochs for store in self.real.stores]  # type: ignore[attr-defined]  # behind the public face on purpose
+            epochs = [store.epochs for store in self.real.stores]
             self.real = Side(lambda: RedisMailboxStore(self.pipe, SystemClock()))
             for store, known in zip(self.real.stores, epochs, strict=True):
-                store._epochs = known  # type: ignore[attr-defined]  # behind the public face on purpose
+                store.epochs = known
 
         self.runner.run(reconnect())
 

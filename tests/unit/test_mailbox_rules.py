@@ -64,7 +64,7 @@ def test_a_dispatch_for_a_stranger_is_corrupt() -> None:
     shard = shard_of(ALICE)
     ((_shard, record),) = [item for item in build_dispatches(seq=1) if item[0] == shard]
     assert record.count(ALICE) >= 2
-    at = record.index(ALICE, 146)
+    at = record.index(ALICE, 148)
     with pytest.raises(RecordCorrupt):
         rules.read_dispatch(record[:at] + b"z" * 16 + record[at + 16 :], shard)
 

@@ -56,15 +56,16 @@ OUTBOX = records.build_outbox_record(
 
 
 def test_header_fields_stand_where_the_drawing_says() -> None:
-    assert OUTBOX[:2] == b"\x01\x01"
+    assert OUTBOX[:2] == b"\x02\x01"
     assert OUTBOX[2:4] == b"\x00\x02"
     assert OUTBOX[4:8] == (7).to_bytes(4, "big")
     assert OUTBOX[8:16] == (258).to_bytes(8, "big")
     assert OUTBOX[16:24] == RECORD.reserved_at.to_bytes(8, "big")
-    assert OUTBOX[46:82] == IDENTITY
-    assert OUTBOX[82:98] == BOB
-    assert OUTBOX[98:114] == RECORD.sender_device
-    assert OUTBOX[114:146] == ALICE + BOB
+    assert OUTBOX[24:40] == RECORD.conversation_id
+    assert OUTBOX[48:84] == IDENTITY
+    assert OUTBOX[84:100] == BOB
+    assert OUTBOX[100:116] == RECORD.sender_device
+    assert OUTBOX[116:148] == ALICE + BOB
     assert records.outbox_entry(OUTBOX) == b"\x92\xcd\x01\x02" + records.encode_record(RECORD)
 
 
@@ -91,13 +92,13 @@ def test_group_header_carries_group_and_version() -> None:
 
 def test_recipients_keep_their_order_also_when_it_is_not_sorted() -> None:
     data = records.build_dispatch_record(OUTBOX, shard=SlotId(5), part=2, recipients=(BOB, ALICE, BOB))
-    assert data[146:150] == b"\x05\x02\x00\x03"
+    assert data[148:152] == b"\x05\x02\x00\x03"
     assert records.parse_dispatch_record(data).recipients == (BOB, ALICE, BOB)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "what"),
-    [(0, 2, "version"), (0, 0, "version"), (1, 3, "kind"), (1, 0, "kind"), (2, 1, "bucket")],
+    [(0, 1, "version"), (0, 0, "version"), (1, 3, "kind"), (1, 0, "kind"), (2, 1, "bucket")],
 )
 def test_header_of_no_known_shape_is_corrupt(place: int, value: int, what: str) -> None:
     data = bytearray(OUTBOX)
@@ -109,10 +110,10 @@ def test_header_of_no_known_shape_is_corrupt(place: int, value: int, what: str) 
 def test_dispatch_record_with_no_recipient_a_foreign_shard_or_no_entry_is_corrupt() -> None:
     good = records.build_dispatch_record(OUTBOX, shard=SlotId(5), part=0, recipients=(ALICE,))
     for data in (
-        good[:146] + b"\x05\x00\x00\x00" + good[150:],
-        good[:146] + b"\x40\x00\x00\x01" + good[150:],
-        good[: 150 + 16],
-        good[:148],
+        good[:148] + b"\x05\x00\x00\x00" + good[152:],
+        good[:148] + b"\x40\x00\x00\x01" + good[152:],
+        good[: 152 + 16],
+        good[:150],
     ):
         with pytest.raises(RecordCorrupt):
             records.parse_dispatch_record(data)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.commits_memory import CommitState, MemoryCommitStore
+from qim.adapters.commits_one_step_memory import MemoryOneStepCommits
 from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
 from qim.clock import ManualClock
 from qim.domain.fanout import plan_dispatches
@@ -241,6 +242,8 @@ class Rig:
         """The first of each; most tests have no other."""
         self.outbox: Any = Faulty(MemoryCommitLog(self.clock))
         self.dispatch: Any = Faulty(MemoryCommitLog(self.clock))
+        self.one_step: Any = Faulty(MemoryOneStepCommits(self.commits.inner, self.outbox.inner))
+        """Of the first instance, which then holds the Outbox too."""
         self.metrics = Metrics()
         self.pusher = RecordingPusher()
         self.presence = FixedPresence()
@@ -271,6 +274,7 @@ class Rig:
         failpoints: Mapping[str, Action] | None = None,
         lanes: int = 4,
         slots: Sequence[SlotId] = ALL_SLOTS,
+        one_step: bool = False,
     ) -> Roles:
         shared: dict[str, Any] = {
             "placement": self.placement,
@@ -283,6 +287,7 @@ class Rig:
             worker=WorkerId(0),
             stores=self.all_commits,
             outbox=self.outbox,
+            one_step={0: self.one_step} if one_step else {},
             lanes=lanes,
             **shared,
         )

@@ -230,7 +230,7 @@ async def test_an_entry_that_cannot_be_read_is_skipped_under_a_made_up_name_and_
 
 
 def _with_another_digest(record: bytes) -> bytes:
-    return record[:38] + b"another!" + record[46:]
+    return record[:40] + b"another!" + record[48:]
 
 
 @pytest.mark.shows("M6", "X9", "F-32")

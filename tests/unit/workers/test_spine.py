@@ -12,7 +12,7 @@ import pytest
 from qim.errors import StoreError, StoreRefused, StoreUnknown
 from qim.ids import SlotId
 from qim.wire.bodies import SendAck
-from tests.unit.workers.rig import ALICE, BOB, Client, Rig, build_dispatches
+from tests.unit.workers.rig import ALICE, BOB, Client, Rig, Roles, build_dispatches
 from tests.waiting import happens
 from workers.failpoints import NAMES, Action
 from workers.writer import Writer
@@ -22,6 +22,10 @@ SECOND_GROUP = COUNT // 2
 
 # The general path is not entered by one-to-one messages alone; its steps are killed in test_mailbox.py.
 POINTS = sorted(NAMES - {"mailbox.begun", "mailbox.entries"})
+WAYS = [(point, False) for point in POINTS] + [
+    (point, True) for point in POINTS if point not in {"writer.appended", "writer.marked"}
+]
+"""Where to kill, and whether commits are made in one step, which has no steps between."""
 
 
 async def _check(rig: Rig, acks: list[SendAck]) -> None:
@@ -42,10 +46,10 @@ async def _check(rig: Rig, acks: list[SendAck]) -> None:
         assert [seq for seq, _ in entries] == sorted({seq for seq, _ in entries})
 
 
-async def _restart_and_finish(rig: Rig, client: Client) -> None:
+async def _restart_and_finish(rig: Rig, client: Client, *, one_step: bool) -> None:
     await rig.claim()
     rig.clock.advance(milliseconds=3_000)
-    writer, fanout, mailbox = rig.roles()
+    writer, fanout, mailbox = rig.roles(one_step=one_step)
     await writer.recover_once(older_than_ms=0)
     async with rig.running(writer, fanout, mailbox):
         before = len(client.acks)
@@ -60,11 +64,11 @@ async def _restart_and_finish(rig: Rig, client: Client) -> None:
 
 
 @pytest.mark.shows("F-01", "F-02", "F-03", "F-30", "C2", "C3", "C4", "C7", "C11", "F4", "M4", "M7", "X5")
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("point", "one_step"), WAYS)
 @pytest.mark.parametrize("hit", [1, 2])
-async def test_a_kill_at_any_step_loses_and_doubles_nothing(point: str, hit: int) -> None:
+async def test_a_kill_at_any_step_loses_and_doubles_nothing(point: str, hit: int, one_step: bool) -> None:
     rig = await Rig().prepare()
-    roles = rig.roles(failpoints={point: Action("raise", at_hit=hit)}, lanes=2)
+    roles = rig.roles(failpoints={point: Action("raise", at_hit=hit)}, lanes=2, one_step=one_step)
     rig.send(roles.writer, *range(SECOND_GROUP))
 
     class Sender:
@@ -76,12 +80,13 @@ async def test_a_kill_at_any_step_loses_and_doubles_nothing(point: str, hit: int
             )
             await happens(lambda: len(rig.alice.acks) >= SECOND_GROUP, what="the first acknowledgements")
             await happens(lambda: rig.metrics.mailbox_entries >= SECOND_GROUP, what="the first entries")
+            await happens(lambda: bool(rig.commit_state.positions), what="the first position")
             rig.send(roles.writer, *range(SECOND_GROUP, COUNT))
 
     await rig.run_until_killed(*roles, Sender())
     acknowledged = list(rig.alice.acks)
     again = Client(rig.clock)
-    await _restart_and_finish(rig, again)
+    await _restart_and_finish(rig, again, one_step=one_step)
     await _check(rig, [*acknowledged, *again.acks])
 
 
@@ -98,6 +103,34 @@ async def test_acknowledgements_that_were_lost_are_given_again_with_the_same_coo
         await rig.settled(fanout, mailbox)
     assert all(ack.duplicate for ack in again.acks)
     await _check(rig, [*rig.alice.acks, *again.acks])
+
+
+@pytest.mark.shows("C7", "X5", "X6")
+async def test_a_message_left_half_done_sends_its_conversation_on_the_long_way_until_it_is_finished() -> None:
+    """A server that went in two steps leaves a RECORDED message behind; the next one goes in one step."""
+    rig = await Rig().prepare()
+    await rig.run_until_killed(*_sending(rig, rig.roles(failpoints={"writer.reserved": Action("raise")})))
+    assert len(rig.commit_state.pending) == 1
+    await rig.claim()
+    writer, fanout, mailbox = rig.roles(one_step=True)
+    async with rig.running(writer, fanout, mailbox):
+        rig.send(writer, *range(1, COUNT))
+        await happens(lambda: len(rig.alice.acks) == COUNT - 1, what="the others are acknowledged")
+        assert "reserve" in rig.commits.calls
+        assert rig.head() == (COUNT, 0), "nothing above the unfinished one is shown"
+        rig.clock.advance(milliseconds=3_000)
+        await writer.recover_once()
+        reserved = rig.commits.calls.count("reserve")
+        rig.send(writer, 0)
+        await happens(lambda: len(rig.alice.acks) == COUNT, what="the first one, repeated")
+        assert rig.commits.calls.count("reserve") == reserved
+        await rig.settled(fanout, mailbox)
+    await _check(rig, rig.alice.acks)
+
+
+def _sending(rig: Rig, roles: Roles) -> Roles:
+    rig.send(roles.writer, 0)
+    return roles
 
 
 @pytest.mark.shows("F-31", "M7", "F4")
@@ -119,12 +152,14 @@ async def test_a_fanout_that_goes_back_doubles_nothing() -> None:
 @pytest.mark.parametrize(
     ("error", "applied"), [(StoreRefused(), False), (StoreUnknown(), False), (StoreUnknown(), True)]
 )
+@pytest.mark.parametrize("one_step", [False, True])
 async def test_stores_that_fail_now_and_then_lose_and_double_nothing(
-    error: StoreError, applied: bool
+    error: StoreError, applied: bool, one_step: bool
 ) -> None:
     rig = await Rig().prepare()
-    writer, fanout, mailbox = rig.roles()
+    writer, fanout, mailbox = rig.roles(one_step=one_step)
     for store, names in (
+        (rig.one_step, ("commit",)),
         (rig.commits, ("reserve", "mark_committed", "store_positions")),
         (rig.outbox, ("append",)),
         (rig.dispatch, ("append",)),
