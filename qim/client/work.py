@@ -105,6 +105,8 @@ class Work:
         self._wake = wake
         self._chain = Chain(MailboxSeq(0))
         self._outgoing = Outgoing()
+        self._queueing = 0
+        """Messages on their way into the store; they will wait to be sent."""
         self._waiters: dict[ClientMessageId, asyncio.Future[Ack]] = {}
         self._open: dict[int, Pull | ClientMessageId | asyncio.Future[Any]] = {}
         self._recent: set[Coordinates] = set()
@@ -170,7 +172,7 @@ class Work:
         self, target: Target, *, message_type: int, custom_type: str, body: bytes, retention_class: int
     ) -> PendingRow:
         """Durable when it returns. Raises StoreError, and then nothing was queued and nothing is sent."""
-        if self._outgoing.count >= PENDING_MAX:
+        if self._outgoing.count + self._queueing >= PENDING_MAX:
             raise StoreUnavailable(f"{PENDING_MAX} messages wait to be sent; this one was not queued")
         queued = self._store.queue_message(
             target=target,
@@ -181,11 +183,13 @@ class Work:
             device_id=self.device_id,
             first_sent_at=self._server_now() if self._may_leave_at_once else Millis(0),
         )
+        self._queueing += 1
         queued.add_done_callback(self._on_queued)
         # A caller that gives up meanwhile changes nothing: what became durable goes out.
         return await asyncio.shield(queued)
 
     def _on_queued(self, queued: "asyncio.Future[PendingRow]") -> None:
+        self._queueing -= 1
         if not queued.cancelled() and queued.exception() is None:
             self._outgoing.add(queued.result())
             self._wake.set()

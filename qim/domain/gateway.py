@@ -200,7 +200,7 @@ class FailedLogins:
         return 0 if bucket is None else bucket.wait_ms(now_seconds)
 
     def note_failure(self, address: bytes, now_seconds: float) -> None:
-        bucket = self._find(address) or self._add(address, now_seconds)
+        bucket = self._buckets.get(address) or self._add(address, now_seconds)
         if bucket.available(now_seconds) >= 1:
             bucket.charge(1)
 
@@ -211,13 +211,13 @@ class FailedLogins:
         return bucket
 
     def _add(self, address: bytes, now_seconds: float) -> TokenBucket:
+        # With every failure of the crowd, which are few: a table that was full once gets room again.
         if len(self._buckets) >= self._addresses_max:
             self._buckets = {a: b for a, b in self._buckets.items() if not b.is_full(now_seconds)}
-        bucket = TokenBucket(self._rate, now_seconds)
         if len(self._buckets) >= self._addresses_max:
-            self._crowd = bucket
-        else:
-            self._buckets[address] = bucket
+            self._crowd = self._crowd or TokenBucket(self._rate, now_seconds)
+            return self._crowd
+        bucket = self._buckets[address] = TokenBucket(self._rate, now_seconds)
         return bucket
 
 
