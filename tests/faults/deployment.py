@@ -138,9 +138,8 @@ def count_acks(load: Load) -> int:
 async def judge(server: DevServer, load: Load) -> None:
     """Raises AssertionError naming the first contradiction."""
     await load.verdict()
-    for one, other in load.pairs:
-        await resend_all(load.endpoint, one, other)
-        await resend_all(load.endpoint, other, one)
+    talkers = [both for one, other in load.pairs for both in ((one, other), (other, one))]
+    await asyncio.gather(*(resend_all(load.endpoint, account, peer) for account, peer in talkers))
     await load.verdict()
     check_audit(server, load)
 
