@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from tests.faults.power_loss import DiskWatch, Instant
+from tests.faults.strace import Strace
 from tests.services import StoreServer
 from tests.waiting import eventually
 
@@ -167,3 +168,24 @@ def test_an_image_holds_the_durable_begin_of_each_file(valkey_binary: str, tmp_p
     assert whole.read_bytes().startswith(cut.read_bytes())
     assert cut.read_bytes().count(b"value") == 5
     assert whole.read_bytes().count(b"value") == 20
+
+
+def test_every_flush_that_the_kernel_saw_is_in_the_notes(valkey_binary: str, tmp_path: Path) -> None:
+    """strace as the second opinion: a flush that the notes miss would make images look worse than they are,
+    one that they invent would make them look better.
+    """
+    watch = DiskWatch(tmp_path / "watch", valkey_binary)
+    strace = Strace(tmp_path, str(watch.server), faults=[])
+    server = StoreServer(str(strace.server), tmp_path / "store")
+    try:
+        server.start()
+        writer = Writer(server, watch)
+        with writer.store:
+            writer.write(20)
+            writer.rewrite()
+    finally:
+        server.close()
+    notes = (tmp_path / "watch" / "log").read_text().splitlines()
+    noted = sum(line.startswith(("file ", "durable ")) for line in notes)
+    seen = strace.calls("fdatasync") + strace.calls("fsync")
+    assert noted == seen > 30
