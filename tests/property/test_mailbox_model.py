@@ -202,10 +202,10 @@ class MailboxMachine(RuleBasedStateMachine):
         async def reconnect() -> None:
             await self.pipe.close()
             self.pipe = await open_pipe(self.server)
-            epochs = [store.epochs for store in self.real.stores]
+            epochs = [store.epochs for store in self.real.stores]  # type: ignore[attr-defined]  # not in the port
             self.real = Side(lambda: RedisMailboxStore(self.pipe, SystemClock()))
             for store, known in zip(self.real.stores, epochs, strict=True):
-                store.epochs = known
+                store.epochs = known  # type: ignore[attr-defined]  # not in the port
 
         self.runner.run(reconnect())
 
