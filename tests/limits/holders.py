@@ -2,7 +2,8 @@
 
 What counts is an empty collection that an object makes for itself and that somebody may fill later. A
 collection that is made with a `maxlen` says its bound itself. The adapters in memory are models of a store,
-and a store is bounded by its memory, not by us."""
+and a store is bounded by its memory, not by us.
+"""
 
 import ast
 from collections.abc import Iterator

@@ -5,7 +5,8 @@ says what full means, and names the tests that fill it; those show that what is 
 that it took, and serves again afterwards. `OTHERS` are the remaining constants of `qim/limits.py`, sorted by
 what they are: a time, a rate, the size of one thing, how much one step takes, or the fixed shape of the map.
 `HOLDERS` are the collections themselves, as `holders.py` finds them in the code, each with the bound that
-keeps it small."""
+keeps it small.
+"""
 
 from typing import Final, NamedTuple
 

@@ -1,5 +1,6 @@
 """What is remembered for speed or for fairness, filled past its bound: it stays small, and nothing becomes
-wrong."""
+wrong.
+"""
 
 import pytest
 

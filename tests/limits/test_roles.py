@@ -1,5 +1,6 @@
 """The queues of the server's roles, filled to their real bounds: what is full says so, and serves again
-after."""
+after.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,5 +1,6 @@
 """The table of limits against the code: no constant, no collection and no test that the table does not
-know."""
+know.
+"""
 
 import ast
 import re

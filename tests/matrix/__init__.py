@@ -8,4 +8,5 @@ promise.
 
 `python -m tests.matrix [--json] [E1 …] [--tasks N]` prints the table. Its exit code is 0 when every medium
 does what its class claims: it passes what it claims to pass, and fails what it says it fails. A medium that
-passes by surprise is reported as well, because then either the claim or the experiment is wrong."""
+passes by surprise is reported as well, because then either the claim or the experiment is wrong.
+"""

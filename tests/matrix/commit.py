@@ -1,17 +1,21 @@
 """E1: the owner dies after each step of a commit, no client comes back, and the recoverer finishes the rest.
 
     intent, body     `writer.reserved`: both are one step of the commit store, so one point stands behind both
-    task accepted    `writer.appended`: the record is durable in the log, nothing else knows of it complete
-    `writer.marked` and `writer.acknowledged`: the mark was issued, clients may have their ACKs
+    task accepted    `writer.appended`: the record is durable in the log, nothing else knows of it
+    complete         `writer.marked`, `writer.acknowledged`: the mark was issued, clients may have their ACKs
 
-and before them `writer.taken`, where nothing may be left behind. An owner ends there as after kill -9; every
-other time the medium is killed with it. Then, with nobody sending: what was acknowledged is in the log before
-the recoverer has run; afterwards nothing is half-done, the log and the history of the commit store name the
-same messages with the same coordinates, no conversation has a hole, and nobody has another sequence than its
-ACK said."""
+and before them `writer.taken`, where nothing may be left behind. An owner ends there as after kill -9;
+every other time the medium is killed with it, and now and then the medium alone dies first. Owners that commit in
+one step, as they do where one server holds everything, take turns with owners that need two.
+
+Then, with nobody sending: what was acknowledged is in the log before the recoverer has run; afterwards
+nothing is half-done, the log and the history of the commit store name the same messages with the same coordinates, no
+conversation has a hole, and nobody has another sequence than its ACK said.
+"""
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 from random import Random
@@ -28,9 +32,9 @@ from tests.matrix.work import (
     ACKED,
     CONVERSATIONS,
     HOME,
-    REFUSED,
     SENT,
     TENANT,
+    WINDOW,
     Owner,
     build_writer,
     claim_of,
@@ -42,7 +46,23 @@ from tests.matrix.work import (
 )
 from workers.failpoints import KILLED, Action, Failpoints
 
-POINTS: Final = ("writer.taken", "writer.reserved", "writer.appended", "writer.marked", "writer.acknowledged")
+TAKEN, RESERVED, APPENDED = "writer.taken", "writer.reserved", "writer.appended"
+MARKED, ACKNOWLEDGED = "writer.marked", "writer.acknowledged"
+MEDIUM: Final = "the medium"
+"""Not a point of the code: the medium dies at a random acknowledgement, and then its owner."""
+
+
+class Strike(NamedTuple):
+    """Where an owner dies, and how it commits."""
+
+    point: str
+    in_one_step: bool
+
+
+STRIKES: Final = (
+    *(Strike(point, False) for point in (TAKEN, RESERVED, APPENDED, MARKED, ACKNOWLEDGED, MEDIUM)),
+    *(Strike(point, True) for point in (TAKEN, RESERVED, ACKNOWLEDGED, MEDIUM)),
+)
 PASSES_BEFORE_STRIKE_MAX: Final = 6
 TASKS_PER_OWNER_MAX: Final = 100_000
 RECOVERIES_MAX: Final = 8
@@ -62,45 +82,57 @@ def commit_under_strikes(host: Host, *, tasks: int, seed: int = 0) -> Outcome:
     host.start()
     asyncio.run(prepare(host))
     random = Random(seed)
-    outcome = Outcome(strikes_wanted=len(POINTS))
+    outcome = Outcome(strikes_wanted=len(STRIKES))
     acked: dict[int, Place] = {}
-    for strike, point in enumerate(cycle(POINTS)):
-        if outcome.tasks >= tasks and strike >= len(POINTS):
+    for number, strike in enumerate(cycle(STRIKES)):
+        if outcome.tasks >= tasks and number >= len(STRIKES):
             break
-        at_hit = random.randint(1, PASSES_BEFORE_STRIKE_MAX)
-        child = Child(
-            partial(_own, host, first=outcome.tasks, boot=2 * strike + 1, point=point, at_hit=at_hit)
-        )
-        code = child.finish()
-        assert code == KILLED, f"the owner ended with {code} instead of being struck at {point}"
-        if strike % 2:
-            host.kill9()
-            host.start()
+        passes = random.randint(1, PASSES_BEFORE_STRIKE_MAX)
+        owner = partial(_own, host, strike=strike, first=outcome.tasks, boot=2 * number + 1, at_hit=passes)
+        child = _strike(host, owner, strike, acks=passes * WINDOW // 2, takes_medium=bool(number % 2))
         outcome.strikes += 1
         outcome.tasks += child.counts[SENT]
         outcome.count("acknowledged", child.counts[ACKED])
-        outcome.violated("a task was refused", times=child.counts[REFUSED])
         acked_now = {
             told.first: Place(told.second, told.third) for told in child.reports if told.kind == ACKED
         }
         acked |= acked_now
-        asyncio.run(_recover(host, outcome, acked_now, boot=2 * strike + 2))
+        asyncio.run(_recover(host, outcome, acked_now, boot=2 * number + 2))
     asyncio.run(compare(host, outcome, acked))
     return outcome
 
 
-def _own(host: Host, reporter: Reporter, *, first: int, boot: int, point: str, at_hit: int) -> None:
-    asyncio.run(_own_until_struck(host, reporter, first, boot, {point: Action("exit", at_hit=at_hit)}))
+def _strike(
+    host: Host, owner: Callable[[Reporter], None], strike: Strike, *, acks: int, takes_medium: bool
+) -> Child:
+    """Runs an owner to its death; the medium is alive again when this returns."""
+    child = Child(owner)
+    if strike.point == MEDIUM:
+        alive = child.read_until_told(ACKED, acks)
+        assert alive, "the owner ended before it was struck"
+        host.kill9()
+        child.kill9()
+        host.start()
+        return child
+    code = child.finish()
+    assert code == KILLED, f"the owner ended with {code} instead of being struck at {strike.point}"
+    if takes_medium:
+        host.kill9()
+        host.start()
+    return child
 
 
-async def _own_until_struck(
-    host: Host, reporter: Reporter, first: int, boot: int, failpoints: dict[str, Action]
-) -> None:
-    async with host.open() as parts:
-        await take_slots(parts, claim_of(boot))
-        writer = build_writer(parts, Failpoints(failpoints))
-        async with running(writer):
-            await Owner(writer, reporter).send(range(first, first + TASKS_PER_OWNER_MAX))
+def _own(host: Host, reporter: Reporter, *, strike: Strike, first: int, boot: int, at_hit: int) -> None:
+    points = {} if strike.point == MEDIUM else {strike.point: Action("exit", at_hit=at_hit)}
+
+    async def own() -> None:
+        async with host.open() as parts:
+            await take_slots(parts, claim_of(boot))
+            writer = build_writer(parts, Failpoints(points), in_one_step=strike.in_one_step)
+            async with running(writer):
+                await Owner(writer, reporter).send(range(first, first + TASKS_PER_OWNER_MAX))
+
+    asyncio.run(own())
 
 
 async def _recover(host: Host, outcome: Outcome, acked: dict[int, Place], *, boot: int) -> None:

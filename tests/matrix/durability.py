@@ -4,7 +4,8 @@ again.
 A child appends without pause, several calls in flight, and reports each task before it is sent and when its
 offset is known: that is the acknowledgement. The strike comes at a random number of acknowledgements, so it
 falls anywhere into a call. Each time the acknowledged tasks are read at their places. After the last kill all
-of them are read once more, because a later death must not take what an earlier one had left."""
+of them are read once more, because a later death must not take what an earlier one had left.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -116,7 +117,8 @@ def lose_power_under_load(host: Host, *, tasks: int, strikes: int = POWER_LOSSES
     """E2b: one run, and the image of its disk at random moments; each is started and read.
 
     A moment is taken behind the acknowledgements that were read until then, so all of them must be in its
-    image."""
+    image.
+    """
     outcome = Outcome(tasks=tasks, strikes_wanted=strikes)
     random = Random(seed)
     host.start(is_watched=True)

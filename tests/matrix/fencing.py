@@ -62,14 +62,13 @@ FIRST, SECOND, LAST = b"first--supervisor"[:16], b"second-supervisor"[:16], b"th
 TRIED, DOUBLED, RECOVERED = 10, 11, 12
 """Kinds of reports: (TRIED, script, tries, refusals), (DOUBLED, records), (RECOVERED, messages)."""
 SCRIPTS: Final = (
-    "reserve", "mark committed", "mark read", "materialise", "begin", "append entries", "finish", "claim",
-    "lower position",
+    "reserve", "one step", "mark committed", "mark read", "materialise", "begin", "append entries", "finish",
+    "claim", "lower position",
 )  # fmt: skip
 SECOND_BASE: Final = 1 << 24
 """Numbers of the tasks of the second owners; those of the first ones lie below."""
 AHEAD, AHEAD_TASKS = 4, 2_000
-"""The first owner has more to do than it is stopped at, so that it is stopped at work; it ends all the
-same."""
+"""The first owner has more to do than it is stopped at, so that it is stopped at work; yet it ends."""
 DOUBLED_RECORDS: Final = 64
 
 
@@ -84,7 +83,9 @@ def wake_a_stale_owner(host: Host, *, tasks: int, rounds: int, seed: int = 0) ->
     for number in range(rounds):
         wanted = random.randint(1, max(1, tasks // rounds))
         count = AHEAD_TASKS + AHEAD * wanted
-        first = Child(partial(_own_until_stale, host, first=sent[0], count=count, boot=2 * number + 1))
+        # Every other pair of owners commits in one step.
+        own = partial(_own_until_stale, in_one_step=bool(number % 2), boot=2 * number + 1)
+        first = Child(partial(own, host, first=sent[0], count=count))
         alive = first.read_until_told(ACKED, wanted)
         first.signal(signal.SIGSTOP)
         first.wait_stopped()
@@ -95,6 +96,7 @@ def wake_a_stale_owner(host: Host, *, tasks: int, rounds: int, seed: int = 0) ->
                 first=SECOND_BASE + sent[1],
                 count=max(1, tasks // rounds // 2),
                 boot=2 * number + 2,
+                in_one_step=bool(number % 2),
             )
         )
         assert second.finish() == 0
@@ -144,36 +146,44 @@ def _check_mailboxes(outcome: Outcome, mailboxes: dict[UserId, list[bytes]]) -> 
 # --- the second owner --------------------------------------------------------------------------------
 
 
-def _own_second(host: Host, reporter: Reporter, *, first: int, count: int, boot: int) -> None:
-    asyncio.run(_own_second_async(host, reporter, first, count, boot))
+def _own_second(
+    host: Host, reporter: Reporter, *, first: int, count: int, boot: int, in_one_step: bool
+) -> None:
+    asyncio.run(_own_second_async(host, reporter, range(first, first + count), boot, in_one_step))
 
 
-async def _own_second_async(host: Host, reporter: Reporter, first: int, count: int, boot: int) -> None:
+async def _own_second_async(
+    host: Host, reporter: Reporter, numbers: range, boot: int, in_one_step: bool
+) -> None:
     async with host.open() as parts:
         await take_slots(parts, claim_of(boot, supervisor=SECOND, take_over=True))
-        writer = build_writer(parts, Failpoints())
+        writer = build_writer(parts, Failpoints(), in_one_step=in_one_step)
         reporter.tell([(RECOVERED, await writer.recover_once(older_than_ms=0), 0, 0)])
         async with running(writer):
-            await Owner(writer, reporter).send(range(first, first + count))
+            await Owner(writer, reporter).send(numbers)
 
 
 # --- the first owner ---------------------------------------------------------------------------------
 
 
-def _own_until_stale(host: Host, reporter: Reporter, *, first: int, count: int, boot: int) -> None:
-    asyncio.run(_own_until_stale_async(host, reporter, first, count, boot))
+def _own_until_stale(
+    host: Host, reporter: Reporter, *, first: int, count: int, boot: int, in_one_step: bool
+) -> None:
+    asyncio.run(_own_until_stale_async(host, reporter, range(first, first + count), boot, in_one_step))
 
 
-async def _own_until_stale_async(host: Host, reporter: Reporter, first: int, count: int, boot: int) -> None:
+async def _own_until_stale_async(
+    host: Host, reporter: Reporter, numbers: range, boot: int, in_one_step: bool
+) -> None:
     """Commits until it is told that it owns nothing any more; then it tries everything once more."""
     stale = asyncio.Event()
     async with host.open() as parts:
         claim = claim_of(boot, supervisor=FIRST, take_over=True)
         await take_slots(parts, claim)
         marks = await parts.mailboxes.load_shards(ALL_SLOTS)
-        writer = build_writer(parts, Failpoints(), on_stale=stale.set)
+        writer = build_writer(parts, Failpoints(), in_one_step=in_one_step, on_stale=stale.set)
         async with running(writer):
-            sending = asyncio.ensure_future(Owner(writer, reporter).send(range(first, first + count)))
+            sending = asyncio.ensure_future(Owner(writer, reporter).send(numbers))
             told = asyncio.ensure_future(stale.wait())
             await asyncio.wait([sending, told], return_when=asyncio.FIRST_COMPLETED)
             for task in (sending, told):
@@ -207,16 +217,21 @@ async def _try_commits(parts: Parts) -> list[tuple[str, bool]]:
         record, route = planned.record, planned.route
         key = MessageKey(route.bucket, TENANT, route.conversation, record.sender, record.client_message_id)
         reservations.append(
-            Reservation(key, planned.identity, planned.record_bytes, record.reserved_at, planned.expires_at)
-        )
+            Reservation(
+                key, planned.identity, planned.record_bytes, record.reserved_at, planned.expires_at,
+                planned.outbox_frame,
+            )
+        )  # fmt: skip
         slot = slot_of_bucket(route.bucket)
         commits.append(Commit(key, planned.identity, Seq(1), record.reserved_at, False, slot, Offset(0)))
         marks.append(ReadMark(TENANT, route.conversation, route.bucket, sender_of(number), Seq(1)))
     reserved = await parts.commits.reserve(reservations)
+    one_step = await parts.one_step.commit(reservations, HOME)
     marked = await parts.commits.mark_committed(commits)
     read = await parts.commits.mark_read(marks)
     return [
         *(("reserve", result.outcome is Reserved.STALE_OWNER) for result in reserved),
+        *(("one step", result.outcome is Reserved.STALE_OWNER) for result in one_step),
         *(("mark committed", result.outcome is Committed.STALE_OWNER) for result in marked),
         *(("mark read", result.stale_owner) for result in read),
     ]

@@ -3,7 +3,8 @@
 A child runs one function and ends with `os._exit`; nothing of it survives but what it wrote into the medium
 and what it reported. Reports are fixed records in a pipe, written at once: what was reported before a kill -9
 arrives after it. The parent has no event loop while it forks, and the child makes its own. A child that
-raises prints its trace and ends with 1; one whose parent dies is ended by the kernel."""
+raises prints its trace and ends with 1; one whose parent dies is ended by the kernel.
+"""
 
 import ctypes
 import os

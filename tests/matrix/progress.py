@@ -4,7 +4,8 @@ The consumer is the real pair of fan-out and mailbox. It dies at every step of b
 that matter most are `fanout.appended` (dispatched, position not stored) and `mailbox.taken` …
 `mailbox.finished`. Every other time the medium dies with it. In the end every mailbox must hold exactly what
 it holds where each task was delivered once, in order, with nobody dying; and one dispatch id must stand for
-one digest and one content."""
+one digest and one content.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -81,7 +82,8 @@ def _fill(host: Host, numbers: list[int], *, is_new: bool = True) -> None:
 
 def _compare(outcome: Outcome, *, once: Mailboxes, twice: Mailboxes) -> None:
     """A mailbox is compared as a set that counts: kills change the order of delivery, never what is
-    delivered."""
+    delivered.
+    """
     entries = sum(map(len, once.values()))
     outcome.figures["entries"] = entries
     outcome.expect(entries == 2 * outcome.tasks, "the single delivery itself is not complete")

@@ -6,7 +6,8 @@ retention rule or an operator's hand would, past the guard that qim's own trimmi
 reader says "out of window" for each of those, by name, and hands out not one record behind the hole; the
 other partitions are read to their ends. The fan-out stops exactly those partitions, keeps their stored
 places, and delivers the rest. The way out is explicit: whoever sends a reader to the log's first record gets
-everything that is left, without a hole. `E4-emptied` is the same where the cut left nothing at all."""
+everything that is left, without a hole. `E4-emptied` is the same where the cut left nothing at all.
+"""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 """The matrix itself: small with every change, whole in the long run; and proof that each experiment can
-fail."""
+fail.
+"""
 
 import json
 import subprocess

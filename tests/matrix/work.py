@@ -3,7 +3,8 @@ them.
 
 A task is one message of a fixed set of conversations; everything about it follows from its number, so any
 process can say what it must look like. The owner is the real writer, the consumer the real fan-out and the
-real mailbox."""
+real mailbox.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -122,15 +123,26 @@ async def take_slots(parts: Parts, claim: SlotClaim) -> None:
 
 
 def build_writer(
-    parts: Parts, failpoints: Failpoints, on_stale: Callable[[], object] = lambda: None
+    parts: Parts,
+    failpoints: Failpoints,
+    *,
+    in_one_step: bool = False,
+    on_stale: Callable[[], object] = lambda: None,
 ) -> Writer:
     def on_fatal(slot: SlotId) -> None:
         on_stale()
 
     return Writer(
-        worker=WorkerId(0), placement=PLACEMENT, stores=[parts.commits], outbox=parts.outbox,
-        clock=SystemClock(), metrics=Metrics(), failpoints=failpoints, on_fatal=on_fatal,
-    )  # fmt: skip
+        worker=WorkerId(0),
+        placement=PLACEMENT,
+        stores=[parts.commits],
+        one_step={0: parts.one_step} if in_one_step else {},
+        outbox=parts.outbox,
+        clock=SystemClock(),
+        metrics=Metrics(),
+        failpoints=failpoints,
+        on_fatal=on_fatal,
+    )
 
 
 @asynccontextmanager
@@ -243,7 +255,8 @@ def consume_until_struck(medium: Medium, host: Host, claim: SlotClaim, *, point:
     """Runs a consumer that dies at a failpoint; False when it was through before.
 
     Where the medium outlives it, the consumer is a process and ends as after kill -9; otherwise it is dropped
-    in the middle of its step."""
+    in the middle of its step.
+    """
     if medium.outlives_processes:
         failpoints = Failpoints({point: Action("exit", at_hit=at_hit)})
         child = Child(lambda _reporter: asyncio.run(_consume(host, failpoints, claim)))
