@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Sequence
 
 import structlog
 
@@ -12,10 +13,8 @@ from tests.matrix.media import MEDIA
 from tests.matrix.verdict import Cell, render
 
 
-def main() -> int:
-    arguments = _arguments()
-    # The roles say at length what an experiment does to them; the table says it shorter.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = _arguments(words)
     cells: list[Cell] = []
     for cell in run_cells(MEDIA, arguments.experiments or EXPERIMENTS, tasks=arguments.tasks):
         cells.append(cell)
@@ -25,7 +24,7 @@ def main() -> int:
     return 0 if all(cell.meets_claim for cell in cells) else 1
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     known = "\n".join(f"  {name:11} {experiment.what}" for name, experiment in EXPERIMENTS.items())
     media = "\n".join(f"  {medium.name:14} {medium.claim}" for medium in MEDIA)
     parser = argparse.ArgumentParser(
@@ -37,7 +36,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("experiments", nargs="*", metavar="experiment", help="only these; default: all")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
     parser.add_argument("--tasks", type=int, default=TASKS, help="per experiment (default %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     unknown = set(arguments.experiments) - EXPERIMENTS.keys()
     if unknown or arguments.tasks < 1:
         parser.error(f"no experiment {', '.join(sorted(unknown))}" if unknown else "--tasks is at least 1")
@@ -45,4 +44,6 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # The roles say at length what an experiment does to them; the table says it shorter.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     sys.exit(main())

@@ -4,13 +4,13 @@
     task accepted    `writer.appended`: the record is durable in the log, nothing else knows of it
     complete         `writer.marked`, `writer.acknowledged`: the mark was issued, clients may have their ACKs
 
-and before them `writer.taken`, where nothing may be left behind. An owner ends there as after kill -9;
-every other time the medium is killed with it, and now and then the medium alone dies first. Owners that commit in
+and before them `writer.taken`, where nothing may be left behind. An owner ends there as after kill -9; every
+other time the medium is killed with it, and now and then the medium alone dies first. Owners that commit in
 one step, as they do where one server holds everything, take turns with owners that need two.
 
 Then, with nobody sending: what was acknowledged is in the log before the recoverer has run; afterwards
-nothing is half-done, the log and the history of the commit store name the same messages with the same coordinates, no
-conversation has a hole, and nobody has another sequence than its ACK said.
+nothing is half-done, the log and the history of the commit store name the same messages with the same
+coordinates, no conversation has a hole, and nobody has another sequence than its ACK said.
 """
 
 import asyncio

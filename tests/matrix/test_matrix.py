@@ -3,8 +3,6 @@ fail.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,11 +14,11 @@ from qim.adapters.mailbox_memory import MemoryMailboxStore
 from qim.clock import SystemClock
 from qim.ids import BootId, DispatchId, Offset, SlotId, UserId
 from qim.ports import MailboxWrite, SlotClaim
-from tests.matrix import retention
+from tests.matrix import fencing, retention
+from tests.matrix.__main__ import main
 from tests.matrix.experiments import EXPERIMENTS, TASKS, run_cell
 from tests.matrix.media import MEDIA, Medium, MemoryHost, Parts, RedisHost
 from tests.matrix.verdict import Outcome, Verdict, judge, render
-from tests.style.source_files import ROOT
 
 SMALL_TASKS = 300
 SLOW = {"E4-emptied"}
@@ -114,22 +112,28 @@ class UnfencedHost(RedisHost):
 
 
 @pytest.mark.parametrize(
-    ("name", "medium"),
+    ("name", "medium", "finding"),
     [
-        ("E3", Medium("forgetting", "", ForgettingHost, outlives_processes=False)),
-        ("E4", Medium("skipping", "", SkippingHost, outlives_processes=False, guards_consumers=False)),
-        ("E7", Medium("unfenced", "", UnfencedHost)),
-        ("E1", Medium("memory that claims", "", MemoryHost, outlives_processes=False)),
-        ("E2a", Medium("memory that claims", "", MemoryHost, outlives_processes=False)),
-        ("E2b", Medium("memory that claims", "", MemoryHost, outlives_processes=False)),
+        ("E3", Medium("forgetting", "", ForgettingHost, outlives_processes=False), "a mailbox differs"),
+        (
+            "E4",
+            Medium("skipping", "", SkippingHost, outlives_processes=False, guards_consumers=False),
+            "partition",
+        ),
+        ("E7", Medium("unfenced", "", UnfencedHost), "reserve: a write"),
+        ("E1", Medium("memory that claims", "", MemoryHost), "an ACK was sent before"),
+        ("E2a", Medium("memory that claims", "", MemoryHost), "an acknowledged task"),
+        ("E2b", Medium("memory that claims", "", MemoryHost), "an acknowledged task"),
     ],
 )
 def test_a_medium_that_breaks_its_promise_fails(
-    name: str, medium: Medium, monkeypatch: pytest.MonkeyPatch
+    name: str, medium: Medium, finding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "SILENCE_SECONDS_MAX", 1)  # memory answers at once or never
+    monkeypatch.setattr(fencing, "AHEAD_TASKS", 300)  # an owner that nobody stops does all it has to do
     cell = run_cell(medium, name, tasks=SMALL_TASKS)
     assert cell.verdict == "FAIL", render([cell])
+    assert cell.outcome.findings[0].startswith(finding), render([cell])
 
 
 @pytest.mark.parametrize(
@@ -150,16 +154,22 @@ def test_a_verdict_needs_a_fault_that_struck(
     assert judge(outcome, claimed=claimed) == verdict
 
 
-def test_the_command_prints_the_cells_that_were_asked_for() -> None:
-    command = [sys.executable, "-m", "tests.matrix", "--json", "--tasks", "100", "E2a"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    found = {cell["medium"]: cell["verdict"] for cell in json.loads(result.stdout)}
+def test_the_command_prints_the_cells_that_were_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", "--tasks", "40", "E2a"]) == 0
+    found = {cell["medium"]: cell["verdict"] for cell in json.loads(capsys.readouterr().out)}
     assert found == {"redis-streams": "pass", "everysec": "not applicable", "memory": "fails as claimed"}
 
 
-def test_an_unknown_experiment_is_refused() -> None:
-    command = [sys.executable, "-m", "tests.matrix", "E99"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "no experiment E99" in result.stderr
+def test_the_command_fails_where_a_claim_does_not_hold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims_too_much = Medium("memory that claims", "", MemoryHost, outlives_processes=False)
+    monkeypatch.setattr("tests.matrix.__main__.MEDIA", (claims_too_much,))
+    assert main(["--tasks", "40", "E2a"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_an_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["E99"])
+    assert "no experiment E99" in capsys.readouterr().err
