@@ -22,7 +22,7 @@ QIM_STAMP := $(VENV)/.qim-$(shell { pwd; cat requirements.lock pyproject.toml; }
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 
-.PHONY: help setup run demo check test test-fast test-long matrix mutants prove bench clean
+.PHONY: help setup run demo check test test-fast test-long matrix mutants prove simulate bench clean
 
 help:
 	@echo 'make run        start qim with an embedded store, show a demo, serve until Ctrl-C'
@@ -34,6 +34,7 @@ help:
 	@echo 'make mutants    break the code on purpose and see that the tests notice; minutes. ARGS="NAME --json"'
 	@echo 'make matrix     which medium may carry messages after an acknowledgement; for example ARGS="--json E2a"'
 	@echo 'make prove      a minute of load and random faults, then the verdict; ARGS="--seconds 60 --seed 7 --json"'
+	@echo 'make simulate  seeded simulation; for example SEEDS=20000 or ARGS="--json"'
 	@echo 'make bench      cost per message here; for example ARGS="--rate 1000 --seconds 20 --json"'
 	@echo 'make clean      remove everything that make created, except the data in .qim-dev/'
 
@@ -71,6 +72,9 @@ mutants: setup
 
 prove: setup
 	@exec $(BIN)/python -m tests.checker.live $(ARGS)
+
+simulate: setup
+	@exec $(BIN)/python -m tests.simulation --seeds $(or $(SEEDS),2000) $(ARGS)
 
 bench: setup
 	@exec $(BIN)/python -m loadtest.capacity $(ARGS)

@@ -1,7 +1,7 @@
 """Command line of the simulation: many seeds, or one seed with its trace.
 
-    python -m tests.simulation --seeds 2000
-    python -m tests.simulation --seed 17 --replay
+python -m tests.simulation --seeds 2000
+python -m tests.simulation --seed 17 --replay
 """
 
 import argparse

@@ -195,7 +195,9 @@ def read_database(connection: sqlite3.Connection, tenant: TenantId, me: UserId) 
         held.append(Held(row[0].hex(), row[1], digest_of(build_entry(row[1], encode_record(record)))))
     cursor = connection.execute("SELECT value FROM meta WHERE key = 'cursor'").fetchone()[0]
     unsent = connection.execute("SELECT count(*) FROM pending").fetchone()[0]
-    total, distinct = connection.execute("SELECT count(*), count(DISTINCT message_id) FROM message").fetchone()
+    total, distinct = connection.execute(
+        "SELECT count(*), count(DISTINCT message_id) FROM message"
+    ).fetchone()
     return Stored(cursor, held, unsent, total - distinct)
 
 

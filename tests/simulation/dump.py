@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from qim.records import decode_entry, outbox_entry, parse_dispatch_record
 from qim.domain.mailbox import read_dispatch
+from qim.ids import Offset
+from qim.records import decode_entry, outbox_entry, parse_dispatch_record
 from tests.checker import history
 from tests.checker.history import Event, Shown, StoreRead
 
@@ -66,7 +67,7 @@ def _outbox(world: "World") -> Iterator[StoreRead]:
                 slot, offset, record.conversation_id.hex(), entry.conversation_seq,
                 (record.parties[:16].hex(), record.parties[16:].hex()), record.sender.hex(),
                 record.client_message_id.hex(), record.message_id.hex(), digest(record.body), digest(raw),
-                record.reserved_at, round(world.servers.outbox.durable_at[slot, offset] * 1e9),
+                record.reserved_at, round(world.servers.outbox.durable_at[slot, Offset(offset)] * 1e9),
             )  # fmt: skip
 
 

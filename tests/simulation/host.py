@@ -1,8 +1,8 @@
 """A worker process of the simulation: the real roles, links and gateway on stores behind faulty pipes.
 
-It starts, serves, is fenced, drains and ends as `workers/worker.py` does it, without signals, shared pages and
-start-up guards of settings. Each start is another boot on new connections; what the one before still had on
-its way to a server may arrive later.
+It starts, serves, is fenced, drains and ends as `workers/worker.py` does it, without signals, shared pages
+and start-up guards of settings. Each start is another boot on new connections; what the one before still had
+on its way to a server may arrive later.
 """
 
 import asyncio
@@ -301,12 +301,13 @@ class Host:
         assert self.roles is not None
         assert self._claims is not None
         fenced: asyncio.Future[SlotId] = self.roles.fenced
-        parts = [
+        parts: list[asyncio.Future[Any]] = [
+            fenced,
             asyncio.ensure_future(self.roles.failed()),
             asyncio.ensure_future(self._claims.keep()),
             asyncio.ensure_future(self._recheck()),
         ]
-        done, _ = await asyncio.wait([*parts, fenced], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         for part in done:
             part.result()
 

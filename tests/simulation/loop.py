@@ -19,10 +19,12 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVarTuple, Unpack
 
 if TYPE_CHECKING:
     from tests.simulation.network import Network
+
+Ts = TypeVarTuple("Ts")
 
 CLIENTS: Final = "clients"
 """The address where all gateways listen."""
@@ -81,7 +83,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         process = PROCESS.get() if context is None else context.get(PROCESS)
@@ -89,17 +91,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         process = PROCESS.get() if context is None else context.get(PROCESS)
@@ -166,10 +176,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         runnable = self._runnable
         for _ in range(len(runnable)):
             handle, process = runnable.popleft()
-            if process is not None and not self._is_ending:
-                if process.is_paused or not process.is_alive:
-                    process.parked.append(handle)
-                    continue
+            is_held = process is not None and (process.is_paused or not process.is_alive)
+            if process is not None and is_held and not self._is_ending:
+                process.parked.append(handle)
+                continue
             if not handle.cancelled():
                 self._spins += 1
                 handle._run()
@@ -213,8 +223,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._runnable.append((process.parked.popleft(), process))
 
     def end(self, processes: list[Process]) -> None:
-        """After the verdict: gives every coroutine of the run its end, so that none is left to the collector."""
+        """After the verdict: gives every coroutine its end, so that none is left to the garbage collector."""
         self._is_ending = True
+        self._spins = 0
         self._timers.clear()
         for process in processes:
             # A task whose wake-up was held back can only end by it.

@@ -93,7 +93,9 @@ def position_stored_before_the_work() -> Iterator[None]:
     def hasty(self: Fanout, batch: Any) -> Any:
         dispatches, reached = plan(self, batch)
         for instance, slots in self._by_instance(tuple(reached)).items():
-            stored: Any = self._stores[instance].store_positions(GROUP, {slot: reached[slot] for slot in slots})
+            stored: Any = self._stores[instance].store_positions(
+                GROUP, {slot: reached[slot] for slot in slots}
+            )
             stored.add_done_callback(_forget)
         return dispatches, reached
 
@@ -104,7 +106,7 @@ def position_stored_before_the_work() -> Iterator[None]:
 @contextmanager
 def epoch_not_checked() -> Iterator[None]:
     """Whoever was an owner once may write for ever."""
-    with mock.patch.object(MemoryOwnership, "_is_stale", lambda *_: False):
+    with mock.patch.object(MemoryOwnership, "_is_stale", return_value=False):
         yield
 
 

@@ -206,7 +206,9 @@ class Network:
         mine.peer, theirs.peer = theirs, mine
         self.ends += (mine, theirs)
         accepted: asyncio.Future[None] = self._loop.create_future()
-        self._loop.call_soon(self._accept, theirs, listener.factory, accepted, context=listener.process.context)
+        self._loop.call_soon(
+            self._accept, theirs, listener.factory, accepted, context=listener.process.context
+        )
         await accepted
         protocol = factory()
         mine.protocol = protocol

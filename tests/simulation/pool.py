@@ -61,7 +61,7 @@ def run_many(
 
 
 def _begin() -> None:
-    # Worlds are made of cycles: young garbage is worth collecting once per part, not every few hundred objects.
+    # Worlds are made of cycles: young garbage is worth collecting once per world or so.
     gc.set_threshold(50_000, 20, 100)
 
 

@@ -99,7 +99,8 @@ class Wire:
 
     def _invoke(self, opcode: int, body: bytes) -> Event | None:
         book = self._book
-        head = (book.t, self._process, "invoke", book.operation(), self._name)
+        invoke: history.Type = "invoke"
+        head = (book.t, self._process, invoke, book.operation(), self._name)
         match opcode:
             case Op.SEND_MESSAGE:
                 send = decode_send(body)

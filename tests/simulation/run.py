@@ -2,7 +2,7 @@
 
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -86,7 +86,7 @@ def _chance_from(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _logs_to(world: World) -> Iterator[None]:
-    def keep(_logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    def keep(_logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         process = PROCESS.get()
         words = " ".join(f"{name}={value}" for name, value in sorted(event.items()))
         world.note(process.name if process else "world", f"{method} {words}")

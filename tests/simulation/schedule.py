@@ -33,7 +33,7 @@ class Act(NamedTuple):
     device: int
     peer: int
     """User."""
-    count: int
+    times: int
 
 
 class Strike(NamedTuple):
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
     @property
     def sends(self) -> int:
-        return sum(act.count for act in self.acts if act.what in {"send", "burst"})
+        return sum(act.times for act in self.acts if act.what in {"send", "burst"})
 
 
 def draw_plan(seed: int) -> Plan:
@@ -86,12 +86,16 @@ def draw_plan(seed: int) -> Plan:
         users=users, devices=devices,
         # A quarter of the runs crosses midnight: the day of the shards turns under way.
         start_ms=START_MS + (DAY_MS - rng.randint(0, 4_000) if rng.random() < 0.25 else 36_000_000),
-        wrong_clocks_ms=tuple(0 if rng.random() < 0.7 else rng.randint(-2_000, 2_000) for _ in range(workers)),
+        wrong_clocks_ms=tuple(_draw_wrong_clock(rng) for _ in range(workers)),
         acts=_draw_acts(rng, users, devices, seconds), strikes=_draw_strikes(rng, workers, devices, seconds),
         rates=_draw_rates(rng), commit_failures=rng.choice((0.0, 0.0, 0.0, 0.02)),
         client_delay=rng.choice((0.002, 0.01, 0.05)), slice_share=rng.choice((0.0, 0.0, 0.1)),
         seconds=seconds, run_seed=rng.getrandbits(64),
     )  # fmt: skip
+
+
+def _draw_wrong_clock(rng: Random) -> int:
+    return 0 if rng.random() < 0.7 else rng.randint(-2_000, 2_000)
 
 
 def _draw_acts(rng: Random, users: int, devices: Sequence[int], seconds: float) -> tuple[Act, ...]:
@@ -103,7 +107,9 @@ def _draw_acts(rng: Random, users: int, devices: Sequence[int], seconds: float) 
         user, peer = rng.choice(chosen)
         device = rng.choice([at for at, owner in enumerate(devices) if owner == user])
         what = rng.choices(("send", "burst", "read", "history"), (70, 10, 10, 10))[0]
-        acts.append(Act(rng.uniform(0.0, seconds), what, device, peer, rng.randint(2, 8) if what == "burst" else 1))
+        acts.append(
+            Act(rng.uniform(0.0, seconds), what, device, peer, rng.randint(2, 8) if what == "burst" else 1)
+        )
     return tuple(sorted(acts))
 
 

@@ -159,9 +159,7 @@ class World:
         process = Process(f"device-{placed.number}.{device.boots}")
         device.process = process
         self.processes.append(process)
-        self.net.observers[process] = Wire(
-            self.book, process.name, TENANT, placed.user, placed.device.hex()
-        )
+        self.net.observers[process] = Wire(self.book, process.name, TENANT, placed.user, placed.device.hex())
         task = self.loop.spawn(process, self._live(device), name=process.name)
         task.add_done_callback(self._on_task_done, context=WORLD)
 
@@ -220,7 +218,7 @@ class World:
         try:
             match act.what:
                 case "send" | "burst":
-                    for number in range(act.count):
+                    for number in range(act.times):
                         await client.queue(peer, f"{act.at:.6f} {act.device} {number}")
                 case "read":
                     known = await client.messages(peer, limit=1)
