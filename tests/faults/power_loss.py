@@ -15,6 +15,7 @@ It models no torn sectors, and no data that survive without a flush. Full: the n
 When the store is killed and started again with the same watch, the notes go on.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, NewType
@@ -59,6 +60,9 @@ class DiskWatch:
         self._log = folder / "log"
         self._kept = folder / "kept"
         self._kept.mkdir(parents=True)
+        self._read = 0
+        self._state = DiskState({}, {}, {})
+        self._instants: list[tuple[Instant, DiskState]] = []
         environment = {
             "LD_PRELOAD": str(build_library(SOURCE, folder)),
             "QIM_DISK_FOLDER": str(folder),
@@ -74,20 +78,21 @@ class DiskWatch:
 
     def instants(self) -> list[tuple[Instant, DiskState]]:
         """Every note with the state behind it, from the first moment at which the folder was durable."""
-        state = DiskState({}, {}, {})
-        found, at = [], 0
-        for line in self._log.read_text().splitlines(keepends=True):
-            at += len(line)
-            state = _behind(state, line)
-            if MANIFEST in state.names:
-                found.append((Instant(at), state))
-        return found
+        with self._log.open() as log:
+            log.seek(self._read)
+            for line in log:
+                self._read += len(line)
+                self._state = _behind(self._state, line)
+                if MANIFEST in self._state.names:
+                    self._instants.append((Instant(self._read), self._state))
+        return self._instants
 
     def state_at(self, instant: Instant) -> DiskState:
         """The newest state that is not younger than the instant."""
-        known = [state for at, state in self.instants() if at <= instant]
-        assert known, "nothing was durable yet"
-        return known[-1]
+        notes = self.instants()
+        behind = bisect_right(notes, instant, key=_instant_of)
+        assert behind > 0, "nothing was durable yet"
+        return notes[behind - 1][1]
 
     def write_image(self, instant: Instant, store: Path, *, renamed: bool = False) -> None:
         """Makes the folder of a store as a power loss at that instant would have left it."""
@@ -102,6 +107,10 @@ class DiskWatch:
                     data = kept.read(length)
                 assert len(data) == length, f"{name} shrank: it is not a file that only grows"
             (folder / name).write_bytes(data)
+
+
+def _instant_of(note: tuple[Instant, DiskState]) -> Instant:
+    return note[0]
 
 
 def _behind(state: DiskState, line: str) -> DiskState:
