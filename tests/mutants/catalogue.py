@@ -12,9 +12,10 @@ from tests.mutants.of_client import OF_CLIENT
 from tests.mutants.of_edges import OF_EDGES
 from tests.mutants.of_fanout import OF_FANOUT
 from tests.mutants.of_mailbox import OF_MAILBOX
+from tests.mutants.of_one_step import OF_ONE_STEP
 from tests.mutants.of_writer import OF_WRITER
 
-ALL: Final[tuple[Mutant, ...]] = OF_WRITER + OF_FANOUT + OF_MAILBOX + OF_CLIENT + OF_EDGES
+ALL: Final[tuple[Mutant, ...]] = OF_WRITER + OF_ONE_STEP + OF_FANOUT + OF_MAILBOX + OF_CLIENT + OF_EDGES
 
 WITHOUT_MUTANT: Final[Mapping[str, str]] = {}
 """Id → why no small change of the code can break it."""

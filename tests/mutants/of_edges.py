@@ -5,6 +5,7 @@ from typing import Final
 from tests.mutants.model import Change, Mutant
 
 _WIRE: Final = "tests/property/test_wire.py::"
+_PRESENCE: Final = "tests/unit/test_presence_rules.py::"
 _DEFENCES: Final = "tests/unit/workers/test_gateway_defences.py::"
 _VECTORS: Final = "tests/wire/test_vectors.py::"
 _TOO_LONG: Final = "            if version != PROTOCOL_VERSION or flags or length > self._body_bytes_max:\n"
@@ -271,12 +272,7 @@ OF_EDGES: Final = (
         "late-end-removes-the-new-session",
         "The late end of a dead connection takes the session of the same device with it that came since.",
         ("F-42",),
-        (
-            (
-                "tests/unit/test_presence_rules.py"
-                "::test_the_late_end_of_an_old_session_does_not_remove_the_new_one"
-            ),
-        ),
+        (f"{_PRESENCE}test_the_late_end_of_an_old_session_does_not_remove_the_new_one",),
         (
             Change(
                 "qim/domain/presence.py",

@@ -80,15 +80,23 @@ def run_tests(tree: Path, tests: Sequence[str], *, seconds_max: float) -> tuple[
 def check_control(base: Path, mutants: Sequence[Mutant]) -> float:
     """Seconds that the union of the named tests takes on the unbroken code. Raises ControlError."""
     started = time.monotonic()
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    wanted = sorted({test for mutant in mutants for test in mutant.tests})
+    unfit, _ = _find_unfit(base, wanted)
+    if unfit:
+        # Once more and alone: of many tests on a busy machine one may come too late.
+        unfit, output = _find_unfit(base, unfit)
+        if unfit:
+            raise ControlError("not green on the unbroken code:\n" + "\n".join([*unfit, output]))
+    return time.monotonic() - started
+
+
+def _find_unfit(base: Path, tests: Sequence[str]) -> tuple[list[str], str]:
     report, output = run_tests(base, tests, seconds_max=CONTROL_SECONDS_MAX)
     if report is None:
         raise ControlError(output)
     if report.strays:
         raise ControlError(f"not the copy was tested: {report.strays[0]}")
-    if unfit := find_unfit(report, tests):
-        raise ControlError("not green on the unbroken code:\n" + "\n".join([*unfit, output]))
-    return time.monotonic() - started
+    return find_unfit(report, tests), output
 
 
 def run_mutant(base: Path, folder: Path, mutant: Mutant) -> Result:

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
 from qim.ids import Offset, SlotId, UserId
+from qim.limits import FANOUT_POSITION_INTERVAL_MS
 from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, Faulty, Rig, build_outbox, shard_of
 from tests.waiting import happens, stays
 from workers.failpoints import Action
@@ -17,6 +18,8 @@ from workers.fanout import Fanout
 
 HOME = SlotId(0)
 OTHER = SlotId(5)
+LONG_ENOUGH_SECONDS = 2.5 * FANOUT_POSITION_INTERVAL_MS / 1000
+"""A position that could be stored would have been by then."""
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ async def test_the_position_waits_until_every_dispatch_is_durable(rig: Rig, fano
     durable = rig.dispatch.hold("append")
     async with rig.running(fanout):
         await happens(lambda: "append" in rig.dispatch.calls, what="the append")
-        await stays(lambda: not _stored(rig), what="no position", period_seconds=0.05)
+        await stays(lambda: not _stored(rig), what="no position", period_seconds=LONG_ENOUGH_SECONDS)
         durable.set()
         await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
 
