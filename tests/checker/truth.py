@@ -137,16 +137,10 @@ def sort_reads(reads: Iterable[StoreRead]) -> StoreReads:
                 found.outbox.append(read)
             case Dispatch():
                 read.conversation = kept.setdefault(read.conversation, read.conversation)
-                read.entry = kept.setdefault(read.entry, read.entry)
                 read.recipients = tuple([kept.setdefault(user, user) for user in read.recipients])
                 found.dispatches.append(read)
             case Mailbox():
-                found.mailboxes.setdefault(read.user, []).extend(
-                    [
-                        Shown(at, kept.setdefault(name, name), seq, kept.setdefault(entry, entry))
-                        for at, name, seq, entry in read.entries
-                    ]
-                )
+                found.mailboxes.setdefault(read.user, []).extend(read.entries)
             case Progress():
                 found.progress[read.dispatch_id] = read.state
             case Fact():
@@ -168,7 +162,6 @@ def _share_ids(record: Outbox, kept: dict[str, str]) -> None:
     share = kept.setdefault
     record.conversation = share(record.conversation, record.conversation)
     record.sender = share(record.sender, record.sender)
-    record.entry = share(record.entry, record.entry)
     record.parties = (
         share(record.parties[0], record.parties[0]),
         share(record.parties[1], record.parties[1]),
