@@ -23,10 +23,11 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 from qim.adapters.commitlog_memory import MemoryCommitLog
+from qim.adapters.ownership_memory import MemoryOwnership
 from qim.errors import StoreRefused, StoreUnknown
-from qim.ids import Offset, SlotId
+from qim.ids import Epoch, Offset, SlotId
 from qim.limits import STORE_TIMEOUT_MS
-from qim.ports import LogRecord
+from qim.ports import ClaimResult, LogRecord
 from tests.simulation.loop import VirtualLoop
 
 TIMEOUT_SECONDS: Final = STORE_TIMEOUT_MS / 1000
@@ -204,19 +205,50 @@ WORLD: Final = _world_context()
 """The context of no process."""
 
 
+class SentEpochs(MemoryOwnership):
+    """A memory store that judges a command by the epochs that its sender knew, as a script does."""
+
+    known: Mapping[SlotId, Epoch] = {}
+    """Of the last claim whose answer arrived; replaced, never changed."""
+    sent: Mapping[SlotId, Epoch] = {}
+    """What came with the command that is executed now."""
+
+    def _is_stale(self, slot: SlotId) -> bool:
+        owner = self._owners.get(slot)
+        return owner is None or owner.epoch != self.sent.get(slot)
+
+    def remember(self, answer: "asyncio.Future[ClaimResult]") -> None:
+        """A claim was answered."""
+        if not answer.cancelled() and answer.exception() is None:
+            self.known = {**self.known, **answer.result().epochs}
+
+
 class FaultyPort:
     """A store port over a pipe: every method of the adapter, issued as a command."""
 
-    def __init__(self, adapter: Any, pipe: Pipe) -> None:
+    def __init__(self, adapter: Any, pipe: Pipe, *, owner: SentEpochs | None = None) -> None:
+        """`owner` knows the epochs that every command carries; None: this port is not fenced."""
         self._adapter = adapter
         self._pipe = pipe
+        self._owner = owner
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._adapter, name)
-        pipe = self._pipe
+        pipe, owner = self._pipe, self._owner
 
         def issue(*args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
-            return pipe.call(lambda: method(*args, **kwargs))
+            if owner is None:
+                return pipe.call(lambda: method(*args, **kwargs))
+            known = owner.known
+
+            def run() -> Any:
+                owner.sent = known
+                return method(*args, **kwargs)
+
+            answer = pipe.call(run)
+            if name == "claim":
+                answer.add_done_callback(owner.remember)
+            return answer
 
         setattr(self, name, issue)
         return issue

@@ -30,7 +30,7 @@ from qim.ports import (
     SlotClaim,
 )
 from qim.tokens import Identity
-from tests.simulation.faults import FaultyLog, FaultyPort, Pipe, Rates, Server
+from tests.simulation.faults import FaultyLog, FaultyPort, Pipe, Rates, SentEpochs, Server
 from tests.simulation.loop import Process, VirtualLoop
 from workers.claims import Claims, owned_slots
 from workers.failpoints import Failpoints
@@ -89,7 +89,7 @@ class Overstep(Protocol):
     def __call__(self, what: str, slot: SlotId) -> None: ...
 
 
-class WatchedCommits(MemoryCommitStore):
+class WatchedCommits(SentEpochs, MemoryCommitStore):
     """Looks at the table of owners by itself: what an epoch check lets through is not its word."""
 
     def __init__(self, clock: Clock, state: CommitState, boot: BootId, overstep: Overstep) -> None:
@@ -113,7 +113,7 @@ class WatchedCommits(MemoryCommitStore):
             self._overstep(what, slot)
 
 
-class WatchedMailboxes(MemoryMailboxStore):
+class WatchedMailboxes(SentEpochs, MemoryMailboxStore):
     """The same for the watermarks."""
 
     def __init__(self, clock: Clock, state: MailboxState, boot: BootId, overstep: Overstep) -> None:
@@ -152,17 +152,20 @@ class Stores:
         self.pipes = {server: Pipe(setting.loop, server, rng, rates) for server in servers.all}
         commits = [WatchedCommits(clock, state, boot, setting.overstep) for state in servers.commits]
         self.commits: Sequence[Any] = [
-            FaultyPort(store, self.pipes[server])
+            FaultyPort(store, self.pipes[server], owner=store)
             for store, server in zip(commits, servers.core_servers, strict=True)
         ]
         self.one_step: dict[int, Any] = {
-            number: FaultyPort(MemoryOneStepCommits(store, servers.outbox), self.pipes[servers.log_server])
+            number: FaultyPort(
+                MemoryOneStepCommits(store, servers.outbox), self.pipes[servers.log_server], owner=store
+            )
             for number, store in enumerate(commits)
             if setting.one_step and servers.core_servers[number] is servers.log_server
         }
+        mailboxes = [WatchedMailboxes(clock, state, boot, setting.overstep) for state in servers.mailboxes]
         self.mailboxes: Sequence[Any] = [
-            FaultyPort(WatchedMailboxes(clock, state, boot, setting.overstep), self.pipes[server])
-            for state, server in zip(servers.mailboxes, servers.mailbox_servers, strict=True)
+            FaultyPort(store, self.pipes[server], owner=store)
+            for store, server in zip(mailboxes, servers.mailbox_servers, strict=True)
         ]
         log_pipe = self.pipes[servers.log_server]
         self.outbox: Any = FaultyLog(servers.outbox, log_pipe, rng)
@@ -207,6 +210,8 @@ class Setting(NamedTuple):
     one_step: bool
     overstep: Overstep
     note: Callable[[str, str], None]
+    ended: "Callable[[Host], None]"
+    """Told by a process that exits: nothing of it may run any more."""
 
 
 class Host:
@@ -256,6 +261,7 @@ class Host:
         self.is_serving = False
         self.has_ended = True
         self._setting.note(self.process.name, self.ended_by)
+        self._setting.ended(self)
 
     async def _prepare(self) -> None:
         setting = self._setting

@@ -12,9 +12,10 @@ from unittest import mock
 
 from qim.adapters.commits_memory import MemoryCommitStore
 from qim.adapters.mailbox_memory import DONE, MemoryMailboxStore, Progress
-from qim.adapters.ownership_memory import MemoryOwnership, done
+from qim.adapters.ownership_memory import done
 from qim.ids import MailboxSeq, SlotId
 from qim.ports import MailboxWrite, Materialised, Reservation, ReserveResult
+from tests.simulation.faults import SentEpochs
 from workers.commits import Commits
 from workers.fanout import GROUP, Fanout
 from workers.shards import Run, Shards
@@ -106,7 +107,7 @@ def position_stored_before_the_work() -> Iterator[None]:
 @contextmanager
 def epoch_not_checked() -> Iterator[None]:
     """Whoever was an owner once may write for ever."""
-    with mock.patch.object(MemoryOwnership, "_is_stale", return_value=False):
+    with mock.patch.object(SentEpochs, "_is_stale", return_value=False):
         yield
 
 

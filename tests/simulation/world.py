@@ -107,7 +107,7 @@ class World:
         self.setting = Setting(
             loop=self.loop, placement=Placement(plan.workers, count, count), servers=self.servers,
             rng=self.rng, verifier=self._verifier(), store_clock=self.store_clock, one_step=plan.one_step,
-            overstep=self._overstep, note=self.note,
+            overstep=self._overstep, note=self.note, ended=self._on_exit,
         )  # fmt: skip
 
     def _place_devices(self) -> list[Device]:
@@ -141,6 +141,11 @@ class World:
         self.hosts[worker] = host
         self.processes.append(host.process)
         host.start()
+
+    def _on_exit(self, host: Host) -> None:
+        if host.mistake is not None:
+            self.mistakes.append(f"{host.process.name} raised {host.mistake!r}")
+        self.loop.call_soon(self.end_worker, host, context=WORLD)
 
     def end_worker(self, host: Host) -> None:
         """Its process is gone; what it had on its way may still arrive at the stores."""
@@ -265,19 +270,13 @@ class World:
         """The supervisor: a worker that ended is started again."""
         for worker, host in enumerate(self.hosts):
             if host is not None and host.has_ended:
-                self._note_end(host)
                 self.end_worker(host)
                 self.hosts[worker] = None
                 self.loop.call_later(RESTART_SECONDS, self.start_worker, worker)
         for host in self.retired:
             if host.has_ended and host.process.is_alive:
-                self._note_end(host)
                 self.end_worker(host)
         self.loop.call_later(0.1, self._watch)
-
-    def _note_end(self, host: Host) -> None:
-        if host.mistake is not None:
-            self.mistakes.append(f"{host.process.name} raised {host.mistake!r}")
 
     def _sample(self) -> None:
         from tests.simulation.dump import sample
