@@ -12,6 +12,7 @@ The embedded store calls fdatasync for its append-only file, from its main threa
 before it is answered and from a helper thread where it is flushed once a second, and fsync for its folder.
 """
 
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,14 +29,21 @@ MARKS: Final = ("(DELAYED)", "(INJECTED)")
 class Strace:
     """One way to start a server, and what its calls met."""
 
-    def __init__(self, folder: Path, binary: str, *, faults: Sequence[str], calls: str = FLUSHES) -> None:
+    def __init__(
+        self, folder: Path, binary: str, *, faults: Sequence[str], calls: str = FLUSHES, once: bool = False
+    ) -> None:
+        """With `once` only the first start is traced: what ends the server must not end the next one too."""
         self._strace = require_service(shutil.which("strace"), name="strace", remedy=STRACE_REMEDY)
         self.output = folder / "strace.out"
         before = [self._strace, "-D", "-f", "-qq", "-A", "-o", str(self.output), "-e", f"trace={calls}"]
         for fault in faults:
             before += ["-e", f"inject={fault}"]
         # `--` because the server's own arguments begin with dashes.
-        self.server = write_wrapper(folder / "straced-server", binary, before=[*before, "--"])
+        started = shlex.quote(str(folder / "straced-once"))
+        plain = [f'[ -e {started} ] && exec {shlex.quote(binary)} "$@"', f": > {started}"]
+        self.server = write_wrapper(
+            folder / "straced-server", binary, before=[*before, "--"], shell=plain if once else []
+        )
         """What to start in place of the server."""
 
     def lines(self) -> list[str]:

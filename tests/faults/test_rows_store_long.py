@@ -40,6 +40,8 @@ EVERYSEC: Final = {"appendfsync": "everysec"}
 LOSS: Final = (
     "acknowledged message|share a sequence|another sequence|changed its coordinates|a gap in history"
 )
+FAILING_FLUSH: Final = 600
+"""Counted from the start of the store; the start of the service takes less than half of them."""
 HELD_BACK_BYTES: Final = 50_000
 RANDOM_INSTANTS: Final = 3
 SAVE_DELAY_MICROSECONDS: Final = 300
@@ -162,8 +164,10 @@ async def test_with_the_guard_off_a_kill_loses_what_was_acknowledged_and_the_ver
 async def test_a_flush_that_fails_ends_the_store_and_a_resend_gives_one_message(
     valkey_binary: str, tmp_path: Path
 ) -> None:
-    strace = Strace(tmp_path, valkey_binary, faults=["fdatasync:error=EIO:when=300"])
+    fault = f"fdatasync:error=EIO:when={FAILING_FLUSH}"
+    strace = Strace(tmp_path, valkey_binary, faults=[fault], once=True)
     with service_on(strace.server, tmp_path) as server:
+        assert strace.calls("fdatasync") < FAILING_FLUSH / 2, "it would strike before the load"
         victim = server.store_pid()
         load = build_load(server)
         async with Steady(load) as steady:
@@ -171,6 +175,7 @@ async def test_a_flush_that_fails_ends_the_store_and_a_resend_gives_one_message(
                 lambda: server.store_pid() != victim, what="the store has ended", timeout_seconds=30
             )
             await steady.progresses()
+        assert strace.struck() == 1
         assert "fsync error" in _store_log(server)
         server.until_ready()
         await judge(server, load)
