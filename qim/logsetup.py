@@ -66,6 +66,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "listener_refused": "A listening socket could not be opened.",
     "log_not_trimmed": "A log could not be trimmed; it grows until the next try succeeds.",
     "log_read_failed": "A log could not be read; the reader tries again from its position.",
+    "log_retention": "How long the logs keep what every consumer has finished; a rebuild covers that only.",
     "outbox_append_unknown": "An Outbox batch has an unknown outcome; the recoverer finishes it.",
     "outbox_broken": "An Outbox partition takes nothing; sends are refused until it does, reads go on.",
     "pending_unfinishable": "The recoverer cannot finish a half-done message; an operator is needed.",

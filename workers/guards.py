@@ -19,6 +19,8 @@ from typing import Final
 from qim.adapters.redis_facts import StoreFacts
 from qim.domain.guards import (
     ExpectedIdentity,
+    Retentions,
+    find_broken_retention,
     find_wrong_role,
     find_wrong_settings,
     judge_identity,
@@ -32,6 +34,12 @@ from qim.records import entry_coordinates, outbox_entry, parse_header
 PAGE_RECORDS: Final = 512
 OUTBOX_RECORDS_READ_MAX: Final = 8_192
 """Newest records per partition; at full speed that is more than a second of one worker."""
+
+
+def check_retention(kept: Retentions) -> None:
+    """Raises GuardRefused with every inequality that does not hold."""
+    if lines := find_broken_retention(kept):
+        raise GuardRefused("; ".join(lines))
 
 
 def check_settings(facts: StoreFacts, *, where: str) -> None:

@@ -29,10 +29,12 @@ from structlog import get_logger
 
 from qim.clock import SystemClock
 from qim.config import Config, Secret
+from qim.domain.guards import Retentions
 from qim.domain.placement import Placement
 from qim.domain.supervisor import ChildState, Stage, stage_budget_ms
 from qim.errors import ExitCode, GuardRefused, StaleOwner, StoreBroken, StoreRefused, StoreUnfit, StoreUnknown
 from qim.ids import BootId, SlotId, WorkerId
+from qim.limits import LOG_RETENTION_MS
 from qim.logsetup import LineSink, configure_logging
 from qim.metrics import Metrics
 from qim.ports import SlotClaim
@@ -41,7 +43,7 @@ from workers.child import ChildContext
 from workers.claims import Claims, owned_slots
 from workers.control import ControlServer
 from workers.failpoints import Failpoints
-from workers.guards import check_outbox
+from workers.guards import check_outbox, check_retention
 from workers.operator import worker_commands
 from workers.reload import read_reload
 from workers.roles import Roles
@@ -197,11 +199,14 @@ class Worker:
         )
         if job.cpus:
             os.sched_setaffinity(0, {job.cpus[self.worker % len(job.cpus)]})
+        if self.worker == 0:
+            log.info("log_retention", hours=LOG_RETENTION_MS // 3_600_000)
         assert self.context.listener is not None
         listener = self.context.listener
         await roles.start(listener)
 
     async def _admit(self, stores: Stores, claims: Claims) -> None:
+        check_retention(Retentions())
         await stores.connect()
         await stores.check()
         await claims.claim_all(self._wait_for)

@@ -18,6 +18,7 @@ and a server that came up empty. The first two are foreign (65), the third is re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from qim import limits
 from qim.errors import ExitCode, GuardRefused
 
 FORMAT_VERSION: Final = 1
@@ -28,6 +29,8 @@ REQUIRED_SETTINGS: Final[Mapping[str, str]] = {
     "maxmemory-policy": "noeviction",
     "io-threads": "1",
 }
+LOG_RETENTION_MS_MIN: Final = 3_600_000
+"""The trimmer of the Redis log never passes a consumer, so an hour for people is enough."""
 FIXED_AT_START: Final = frozenset({"io-threads"})
 """No command changes these while the server runs."""
 
@@ -85,6 +88,37 @@ def judge_identity(expected: ExpectedIdentity, found: bytes | None) -> GuardRefu
         " it belongs to another deployment or stands at another place: correct the configuration",
         exit_code=ExitCode.FOREIGN_STORE,
     )
+
+
+class Retentions(NamedTuple):
+    """How long things are kept, in milliseconds; what outlives what is a matter of lost messages."""
+
+    log_ms: int = limits.LOG_RETENTION_MS
+    trim_interval_ms: int = limits.LOG_TRIM_INTERVAL_MS
+    mailbox_ms: int = limits.MAILBOX_DAYS * limits.DAY_MS
+    mailbox_key_ms: int = limits.MAILBOX_KEY_LIFE_MS
+    ephemeral_ms: int = limits.EPHEMERAL_LIFE_MS
+    ephemeral_key_ms: int = limits.EPHEMERAL_KEY_LIFE_MS
+    dispatch_progress_ms: int = limits.DISPATCH_PROGRESS_LIFE_MS
+
+
+def find_broken_retention(kept: Retentions) -> list[str]:
+    """A line per inequality that does not hold: what it is, what it must be, and what breaks otherwise."""
+    rules = (
+        ("log_ms", LOG_RETENTION_MS_MIN, "an operator could not redeliver what a consumer has passed"),
+        ("log_ms", kept.trim_interval_ms, "a log would be trimmed below what it must keep"),
+        ("mailbox_key_ms", kept.mailbox_ms + limits.DAY_MS, "a cursor of a kept day would meet a hole"),
+        ("ephemeral_key_ms", kept.ephemeral_ms, "a message would be gone before its time is over"),
+        (
+            "dispatch_progress_ms", kept.log_ms + kept.mailbox_ms,
+            "a replay of what the log still holds would deliver twice",
+        ),
+    )  # fmt: skip
+    return [
+        f"retention {name} is {getattr(kept, name)}, must be at least {wanted}: {harm}"
+        for name, wanted, harm in rules
+        if getattr(kept, name) < wanted
+    ]
 
 
 def _remedy(setting: str, wanted: str, tool: str) -> str:
