@@ -107,12 +107,12 @@ async def test_a_login_that_is_refused_for_good_is_not_repeated(server: DevServe
     account = new_account(server)
     signed, _, signature = account.token.rpartition(".")
     forged = f"{signed}.{signature[:-8]}AAAAAAAA"
-    before = metric(server, "accepts")
     client = AsyncClient(f"127.0.0.1:{server.port}", forged, ca=server.certificate, data_dir=tmp_path)
     with pytest.raises(AuthError) as refused:
         await client.__aenter__()
     assert refused.value.code == Unauthenticated.code
-    await stays(lambda: metric(server, "accepts") <= before + 1, what="one attempt", period_seconds=2)
+    await happens(lambda: metric(server, "auth_refused"), what="the refusal is counted")
+    await stays(lambda: metric(server, "auth_refused") == 1, what="one attempt", period_seconds=2)
 
 
 @asynccontextmanager

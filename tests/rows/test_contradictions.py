@@ -63,7 +63,7 @@ async def test_a_position_set_back_by_hand_delivers_everything_again_and_nobody_
             mailbox = await probe.drain_mailbox()
         (victim,) = server.worker_pids()
         with redis_of(server) as store:
-            # Twice: the owner that lives may store its own position once more before it is killed.
+            # In this order: an owner that lives would store its own position once more.
             server.kill(victim)
             store.delete("logpos:fanout")
         await happens(lambda: victim not in server.worker_pids(), what="another worker", timeout_seconds=20)
