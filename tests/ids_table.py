@@ -28,7 +28,7 @@ REQUIRED_IDS: Final[tuple[str, ...]] = (
     *(f"M{n}" for n in range(1, 11)),
     *(f"K{n}" for n in range(1, 8)),
     *(f"X{n}" for n in (3, 5, 6, 9, 16)),
-    *(f"F-{n:02d}" for n in (1, 2, 3, 8, 12, 28, 30, 31, 45, 46, 47)),
+    *(f"F-{n:02d}" for n in (1, 2, 3, 8, 12, 28, 30, 31, 33, 45, 46, 47)),
 )
 
 UNPROVED: Final = "unproved"
