@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 from qim.domain.mailbox import read_dispatch
 from qim.ids import Offset
-from qim.records import decode_entry, outbox_entry, parse_dispatch_record
+from qim.records import decode_entry, message_id_of, outbox_entry, parse_dispatch_record
 from tests.checker import history
 from tests.checker.history import Event, Shown, StoreRead
+from tests.simulation.device import read_database
+from tests.simulation.schedule import TENANT
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -40,9 +42,6 @@ def dump(world: "World") -> Iterator[Event | StoreRead]:
 
 
 def _devices(world: "World") -> Iterator[Event]:
-    from tests.simulation.device import read_database
-    from tests.simulation.world import TENANT
-
     for device in world.devices:
         placed = device.placed
         stored = read_database(device.database, TENANT, placed.user)
@@ -85,8 +84,6 @@ def _dispatch(world: "World") -> Iterator[StoreRead]:
 
 
 def _facts(world: "World") -> Iterator[StoreRead]:
-    from qim.records import message_id_of
-
     for state in world.servers.commits:
         for word, facts in (("pending", state.pending), ("committed", state.committed)):
             for key, fact in facts.items():

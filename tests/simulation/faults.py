@@ -19,6 +19,7 @@ lost. After a cut a pipe refuses calls until it is connected again.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from random import Random
 from typing import Any, Final, NamedTuple
 
@@ -195,13 +196,7 @@ def _run_unheard(pipe: Pipe, command: Command) -> None:
         command.run()
 
 
-def _world_context() -> Any:
-    from contextvars import Context
-
-    return Context()
-
-
-WORLD: Final = _world_context()
+WORLD: Final = Context()
 """The context of no process."""
 
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final, NamedTuple
 
+from qim.ids import TenantId
 from tests.simulation.faults import Rates
 
+TENANT: Final = TenantId(7)
 DAY_MS: Final = 86_400_000
 START_MS: Final = 1_700_000_000_000 // DAY_MS * DAY_MS
 TOPOLOGIES: Final = ("together", "together", "apart", "instances")

@@ -17,20 +17,21 @@ from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
 from qim.client.errors import SdkError, StoreError
 from qim.domain.fanout import shard_of
 from qim.domain.placement import Placement
-from qim.ids import DeviceId, MailboxSeq, Millis, SlotId, TenantId, UserId, WorkerId
+from qim.ids import DeviceId, MailboxSeq, Millis, SlotId, UserId, WorkerId
 from qim.limits import SLOTS
 from qim.tokens import Identity
 from tests.simulation.device import Client, CommitFaults, LoopStore, build_token, open_database
+from tests.simulation.dump import sample
 from tests.simulation.faults import WORLD, Rates, Server
 from tests.simulation.host import Host, LoopClock, Servers, Setting, Verifier, WatchedLog
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Network, Weather
 from tests.simulation.recording import Book, Wire
-from tests.simulation.schedule import Act, Plan
+from tests.simulation.schedule import TENANT, Act, Plan
+from tests.simulation.strikes import strike
 
 T = TypeVar("T")
 
-TENANT: Final = TenantId(7)
 ALL_SLOTS: Final = tuple(SlotId(slot) for slot in range(SLOTS))
 QUIET_SECONDS_MAX: Final = 180.0
 POLL_SECONDS: Final = 0.5
@@ -240,8 +241,6 @@ class World:
         await self._begin()
         for act in self.plan.acts:
             self.loop.call_at(act.at, self.act, act)
-        from tests.simulation.strikes import strike
-
         for one in self.plan.strikes:
             self.loop.call_at(one.at, strike, self, one)
         self.loop.call_later(0.1, self._watch)
@@ -279,8 +278,6 @@ class World:
         self.loop.call_later(0.1, self._watch)
 
     def _sample(self) -> None:
-        from tests.simulation.dump import sample
-
         if not self.is_healed:
             self.book.write(sample(self))
             self.loop.call_later(0.1, self._sample)

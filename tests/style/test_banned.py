@@ -17,7 +17,8 @@ HOT_ROLES = (
 )
 START_FUNCTIONS = frozenset({"run", "start", "__init__", "drain"})
 # The one polls with a deadline, the other behaves like a client that waits before it connects again.
-SLEEPERS = ("tests/waiting.py", "tests/process/load.py")
+SLEEPERS = ("tests/waiting.py", "tests/process/load.py", "tests/simulation")
+"""In the simulation a sleep moves the clock: its time is a number."""
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
