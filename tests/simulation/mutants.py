@@ -1,7 +1,7 @@
 """Five ways to break the program on purpose, for the simulation only: it must find each of them.
 
 A mutant is a patch of a class for the time of a run, by name. Each removes one thing that the promises rest
-on; none of them is found by running without faults for a while, which is why a simulation exists.
+on, and all but the first do no harm until something fails at the right moment.
 """
 
 import asyncio

@@ -20,13 +20,14 @@ SCHEDULES: Final = 400
 SCHEDULES_MIN: Final = 60
 SECONDS_MAX: Final = 25.0
 FINDING_SEEDS: Final = {
-    "acknowledged-before-the-append": 51,
-    "duplicate-not-recognised": 59,
-    "epoch-not-checked": 53,
-    "position-stored-before-the-work": 538,
-    "w-moved-before-the-entries": 17,
+    "acknowledged-before-the-append": range(51, 61),
+    "duplicate-not-recognised": range(57, 137),
+    "epoch-not-checked": range(53, 73),
+    "w-moved-before-the-entries": range(17, 77),
 }
-"""Of each mutant a seed that finds it."""
+"""Where a mutant is found at once. What a seed meets drifts with changes of the program, so a few follow."""
+RARE_SEEDS: Final = {"position-stored-before-the-work": (538, 1576)}
+"""Found by one schedule of some hundred; the long run begins here."""
 
 
 def run_all(seeds: Sequence[int], *, mutant: str = "", until_failure: bool = False) -> Tally:
@@ -59,17 +60,21 @@ def test_a_hundred_thousand_schedules_find_nothing() -> None:
     assert not tally.failures, told(tally)
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("mutant", sorted(FINDING_SEEDS))
-def test_a_known_seed_finds_each_mutant(mutant: str) -> None:
-    assert run_seed(FINDING_SEEDS[mutant], mutant=mutant).violations
-    assert not run_seed(FINDING_SEEDS[mutant]).violations
+def test_a_few_known_seeds_find_each_frequent_mutant(mutant: str) -> None:
+    found = (seed for seed in FINDING_SEEDS[mutant] if run_seed(seed, mutant=mutant).violations)
+    seed = next(found, None)
+    assert seed is not None
+    assert not run_seed(seed).violations, "it is the mutant that was found"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("mutant", sorted(MUTANTS))
 def test_two_thousand_schedules_find_each_mutant(mutant: str) -> None:
-    tally = run_all(range(1, 2_001), mutant=mutant, until_failure=True)
+    seeds = [*RARE_SEEDS.get(mutant, ()), *range(1, 2_001)]
+    tally = run_all(seeds, mutant=mutant, until_failure=True)
     assert tally.failures
 
 
