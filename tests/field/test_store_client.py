@@ -8,6 +8,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ from qim.errors import StoreError
 from tests.faults.proxy import Faults, Proxy
 from tests.field.figures import Figures
 from tests.services import StoreServer
-from tests.waiting import happens, stays
+from tests.waiting import happens
 
 pytestmark = pytest.mark.timeout(120)
 CONNECTIONS = 10
@@ -28,8 +29,7 @@ ONE_WAY_MS = 25.0
 GIVE_UP_SECONDS_MAX = 0.1
 TIGHT_TIMEOUT_MS = 130
 SLOW_ONE_WAY_MS = 150.0
-"""Now and then: the round trip is then longer than the time limit, which the case wants near it."""
-WOBBLE_SECONDS = 0.3
+"""Every third round: the round trip is then longer than the time limit, which the case wants near it."""
 SCRIPTS = LuaScripts(
     {
         "own_value": b"return redis.call('GET', KEYS[1])",
@@ -113,26 +113,17 @@ async def test_no_answer_ever_reaches_another_caller(
 ) -> None:
     pipes = await pool(timeout_ms=timeout_ms)
     chance, tally = random.Random(21), Tally()
-    wobbling = asyncio.create_task(wobble(proxy)) if timeout_ms == TIGHT_TIMEOUT_MS else None
-    for _ in range(ROUNDS):
-        await asyncio.gather(
-            *(
-                tally.call(
-                    lambda n=number: KINDS[kind](chance.choice(pipes), n),  # type: ignore[misc]  # bound in this turn of the loop
-                    f"value {number}".encode(),
-                    chance,
-                )
-                for number in range(CALLERS)
-            )
-        )
-    if wobbling is not None:
-        wobbling.cancel()
-        await asyncio.gather(wobbling, return_exceptions=True)
-        proxy.heal()
-        assert tally.failed, "no time limit struck"
+    is_tight = timeout_ms == TIGHT_TIMEOUT_MS
+    for number in range(ROUNDS):
+        if is_tight:
+            await settle(proxy, pipes)
+            proxy.set(Faults(latency_ms=SLOW_ONE_WAY_MS if number % 3 == 2 else ONE_WAY_MS))
+        await call_all(pipes, kind, tally, chance)
+    if is_tight:
+        await settle(proxy, pipes)
+        assert sum(pipe.reconnects for pipe in pipes), "no time limit struck"
     await happens(lambda: in_flight(pipes) == 0, what="nothing is in use")
     for pipe in pipes:
-        await happens(lambda one=pipe: one.is_connected, what="the pool is whole again")  # type: ignore[misc]  # bound in this turn of the loop
         assert await pipe.command("PING") == b"PONG"
     assert tally.answered
     assert tally.given_up
@@ -143,12 +134,23 @@ async def test_no_answer_ever_reaches_another_caller(
     figures.note("connections thrown away", sum(pipe.reconnects for pipe in pipes))
 
 
-async def wobble(proxy: Proxy) -> None:
-    """Round trips below and above the time limit, by turns."""
-    while True:
-        for latency_ms in (SLOW_ONE_WAY_MS, ONE_WAY_MS):
-            await asyncio.to_thread(proxy.set, Faults(latency_ms=latency_ms))
-            await stays(lambda: True, what="some calls", period_seconds=WOBBLE_SECONDS)
+async def call_all(pipes: list[RedisPipe], kind: str, tally: Tally, chance: random.Random) -> None:
+    """Every caller once, at the same time, each over a connection by chance."""
+
+    def issue(number: int) -> "asyncio.Future[object]":
+        return KINDS[kind](chance.choice(pipes), number)
+
+    await asyncio.gather(
+        *(tally.call(partial(issue, number), f"value {number}".encode(), chance) for number in range(CALLERS))
+    )
+
+
+async def settle(proxy: Proxy, pipes: list[RedisPipe]) -> None:
+    """A quick line again, until every connection that was thrown away has been replaced."""
+    proxy.heal()
+    await happens(
+        lambda: all(pipe.is_connected for pipe in pipes) and in_flight(pipes) == 0, what="the pool is whole"
+    )
 
 
 @pytest.mark.shows("O22", "O21")
