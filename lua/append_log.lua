@@ -22,7 +22,7 @@ for s = 1, streams do
   local first, count = tonumber(nexts[s]), ARGV[streams + 2 * s - 1]
   local after = first + count
   answers[s] = -1
-  if first >= 0 then
+  if first >= 0 and #redis.call('XRANGE', KEYS[s + 1], string.format('%.0f-1', first), '+', 'COUNT', 1) == 0 then
     local id = string.format('%.0f-0', after)
     local added = redis.pcall('XADD', KEYS[s + 1], id, 'n', count, 'r', ARGV[streams + 2 * s])
     if added == id then

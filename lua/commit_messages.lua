@@ -23,8 +23,9 @@ now = now[1] * 1000 + math.floor(now[2] / 1000)
 local stamp, expires, index = pack('>I8', now), format('%d', now + window), math.floor(now / 3600000) - hour
 if index < 0 or index > 2 then return redis.error_reply('REFUSED the clocks differ by more than an hour') end
 local seen = tonumber(call('HGET', KEYS[3], partition) or -1) + 0 * call('LLEN', KEYS[6 + index])
-local offset, is_filled = tonumber(call('HGET', KEYS[4], partition) or nil), call('XLEN', KEYS[5]) > 0
-offset = is_filled == ((offset or 0) > 0) and (offset or 0) or -1 -- else append_log.lua judges
+local offset, is_filled = tonumber(call('HGET', KEYS[4], partition) or 0), call('XLEN', KEYS[5]) > 0
+local is_behind = #call('XRANGE', KEYS[5], format('%.0f-1', offset), '+', 'COUNT', 1) > 0
+if is_behind or is_filled ~= (offset > 0) then offset = -1 end -- append_log.lua judges
 local answers, last, first, values, news, due, packed, fields = {}, {}, {}, {}, {}, {}, {}, {}
 for i = 1, items do
   local head, key, record = ARGV[head_at + i], KEYS[key_at + i], ARGV[record_at + i]

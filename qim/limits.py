@@ -47,6 +47,8 @@ SENDS_BURST: Final = 1_000
 FAILED_LOGINS_BURST: Final = 3
 FAILED_LOGINS_PER_SECOND: Final = 0.17
 """Per address: three mistakes at once, then ten a minute. Verifying a signature is the dear part."""
+ECHO_WAIT_MS: Final = 200
+"""An echo waits for something to travel with: most do in a busy conversation, and nobody waits for one."""
 READ_BUFFER_BYTES: Final = 262_144
 """One buffer per worker, shared by all its sockets; a read is parsed before the next begins."""
 TLS_SHUTDOWN_TIMEOUT_MS: Final = 2_000
@@ -79,7 +81,7 @@ WRITER_BATCH_MESSAGES_MAX: Final = 512
 WRITER_PASS_INTERVAL_MS: Final = 5
 """From the begin of a small pass to that of the next: at 1,000 messages a second it makes passes of five."""
 WRITER_BATCH_BYTES_MAX: Final = 4_194_304
-"""64 messages of the largest size: what one write to the store may weigh."""
+"""64 messages of the largest size, and the one that goes over it: what one write to the store may weigh."""
 SCRIPT_RUN_ITEMS_MAX: Final = 64
 """Items per script call: a script blocks its server, 64 items take less than a millisecond."""
 BATCHES_IN_FLIGHT_MAX: Final = 4

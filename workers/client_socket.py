@@ -52,9 +52,9 @@ class ClientSocket(asyncio.BufferedProtocol):
     """The gateway's end of one connection."""
 
     __slots__ = (
-        "_frames", "_gateway", "_pushes", "_transport", "_unsent", "address", "buckets", "connected_at",
-        "device", "ended", "frame_begun_at", "generation", "handle", "heard_at", "owner", "remind_at",
-        "session", "tenant", "token_ends_at", "unanswered", "user", "waiting", "wire",
+        "_frames", "_gateway", "_is_marked", "_pushes", "_transport", "_unsent", "address", "buckets",
+        "connected_at", "device", "ended", "frame_begun_at", "generation", "handle", "heard_at", "owner",
+        "remind_at", "session", "tenant", "token_ends_at", "unanswered", "user", "waiting", "wire",
     )  # fmt: skip
 
     def __init__(self, gateway: "Gateway") -> None:
@@ -63,6 +63,7 @@ class ClientSocket(asyncio.BufferedProtocol):
         self._frames: list[bytes] | None = None
         self._pushes: list[tuple[int, int, bytes]] | None = None
         self._unsent = 0
+        self._is_marked = False
         self.wire = ServerConnection()
         self.handle = -1
         self.generation = 0
@@ -127,25 +128,32 @@ class ClientSocket(asyncio.BufferedProtocol):
         """One more frame for the end of the pass; gives the bytes collected so far."""
         if self._frames is None:
             self._frames = []
-            self._mark()
+        self.mark()
         self._frames.append(frame)
         self._unsent += len(frame)
         return self._unsent
 
     def push(self, previous: int, mailbox_seq: int, entry: bytes) -> int:
         """The same for an entry; the entries of one pass become one frame."""
+        self.mark()
+        return self.push_later(previous, mailbox_seq, entry)
+
+    def push_later(self, previous: int, mailbox_seq: int, entry: bytes) -> int:
+        """An entry that leaves with whatever leaves next, or when somebody calls `mark`."""
         if self._pushes is None:
             self._pushes = []
-            self._mark()
         self._pushes.append((previous, mailbox_seq, entry))
         self._unsent += len(entry)
         return self._unsent
 
-    def _mark(self) -> None:
-        if not self._unsent:
+    def mark(self) -> None:
+        """What is collected leaves at the end of this pass."""
+        if not self._is_marked:
+            self._is_marked = True
             self._gateway.outbound.mark(self)
 
     def flush(self) -> None:
+        self._is_marked = False
         frames = self._take()
         if not frames or self._transport is None or self.ended:
             return

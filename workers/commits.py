@@ -206,6 +206,7 @@ class Commits:
             if known.durable:
                 self._acknowledge(known, request, repeated=True)
             else:
+                request.body = b""  # a client may repeat one large message a thousand times while it waits
                 known.requests.append(request)
             return None
         sending = Sending(key, planned.identity)

@@ -204,6 +204,7 @@ class Gateway:
         """Ends every connection whose time is over; called every 100 ms."""
         now = self._clock.monotonic()
         self._handshakes.look(now)
+        self.outbound.sweep(now)
         self._metrics.send_queue_bytes = sum(sock.unsent_bytes for sock in self.congested)
         for at, handle, generation in self._deadlines.due(now):
             sock = self._table.find(handle, generation)
@@ -494,7 +495,12 @@ class Gateway:
                 continue
             if is_echo and not echo:
                 echo = build_echo_entry(*entry_coordinates(entry))
-            if sock.push(previous, mailbox_seq, echo if is_echo else entry) > self._bounds.unsent_bytes_max:
+            if is_echo:
+                self.outbound.mark_later(sock)
+                unsent_bytes = sock.push_later(previous, mailbox_seq, echo)
+            else:
+                unsent_bytes = sock.push(previous, mailbox_seq, entry)
+            if unsent_bytes > self._bounds.unsent_bytes_max:
                 self._end_slow(sock, sock.unsent_bytes)
 
     def close(self, handle: int, generation: int, error: ClientError) -> None:

@@ -9,6 +9,7 @@ dear, and the one under way brings the next look anyway.
 """
 
 import asyncio
+import sys
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -46,8 +47,11 @@ class Inbox(Generic[T]):
         if len(self._items) >= enough:
             self._wake_one()
 
-    async def take(self, items_max: int) -> list[T]:
-        """Everything that arrived since the last take, up to a limit; empty only when closed and drained."""
+    async def take(self, items_max: int, bytes_max: int = sys.maxsize) -> list[T]:
+        """Everything that arrived since the last take, up to limits but at least one item.
+
+        Empty only when closed and drained.
+        """
         while len(self._items) < self._enough:
             if self._closed:
                 break
@@ -61,9 +65,11 @@ class Inbox(Generic[T]):
                     self._wake_one()
                 raise
         batch: list[T] = []
-        while self._items and len(batch) < items_max:
+        left = bytes_max
+        while self._items and len(batch) < items_max and left > 0:
             item, size = self._items.popleft()
             self._bytes -= size
+            left -= size
             batch.append(item)
         if len(self._items) >= self._enough:
             self._wake_one()

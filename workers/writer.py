@@ -275,7 +275,7 @@ class _Instance:
 
     async def run_lane(self) -> None:
         """Pass after pass until the inbox is closed and empty."""
-        while batch := await self.inbox.take(WRITER_BATCH_MESSAGES_MAX):
+        while batch := await self.inbox.take(WRITER_BATCH_MESSAGES_MAX, WRITER_BATCH_BYTES_MAX):
             await self._pass(batch)
         self._lanes_alive -= 1
         if not self._lanes_alive:

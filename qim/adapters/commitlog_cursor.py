@@ -49,6 +49,14 @@ class Cursor:
                 partition=self.partition,
             )
 
+    def check_rest(self, end: Offset) -> None:
+        """The log holds nothing from here on, and it ended at `end` before that was known."""
+        if end > self.fetch_at:
+            raise OffsetOutOfRange(
+                f"partition {self.partition}: next is {self.fetch_at}, the log is empty up to {end}",
+                partition=self.partition,
+            )
+
 
 class Cursors:
     """All partitions of one reader."""

@@ -66,6 +66,8 @@ class RedisLogReader:
         self._cursors = Cursors(positions)
         self._stale: set[SlotId] = set()
         """Partitions that the server knows more of."""
+        self._ends: dict[SlotId, Offset] = {}
+        """Where the last sweep saw the ends of those partitions."""
         self._is_sweep_due = True
         self._waiter: asyncio.Future[None] | None = None
         self._blocking = False
@@ -224,12 +226,14 @@ class RedisLogReader:
             if marks_stale and len(entries) < FETCH_ENTRIES_MAX:
                 self._stale.discard(cursor.partition)
             try:
+                if marks_stale and not entries:
+                    cursor.check_rest(self._ends.get(cursor.partition, offset))
                 for entry in entries:
                     cursor.accept(*unpack_entry(entry))
             except (ValueError, TypeError, IndexError, struct.error) as error:
-                stopped = stopped or self._refusal(cursor, self._unreadable(cursor, error))
+                stopped = self._refusal(cursor, self._unreadable(cursor, error)) or stopped
             except PartitionStopped as error:
-                stopped = stopped or self._refusal(cursor, error)
+                stopped = self._refusal(cursor, error) or stopped
         if stopped is not None:
             raise stopped
 
@@ -258,6 +262,7 @@ class RedisLogReader:
                     stopped = stopped or error
             elif end > cursor.fetch_at:
                 self._stale.add(cursor.partition)
+                self._ends[cursor.partition] = end
         if stopped is not None:
             raise stopped
 

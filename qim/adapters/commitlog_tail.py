@@ -7,8 +7,12 @@ loses nothing. The appending side adds and wakes, the readers take; all in one e
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from qim.ids import Offset, SlotId
+
+AGES_MIN: Final = 1_024
+"""So many are remembered before it is worth a look which of them are still held."""
 
 
 class LogTail:
@@ -19,7 +23,8 @@ class LogTail:
         self._bytes = 0
         self._chunks: dict[SlotId, deque[tuple[Offset, list[bytes], int]]] = {}
         self._ages: deque[SlotId] = deque()
-        """Partition of each chunk, oldest first; the entry of a released chunk stays and finds nothing."""
+        """Partition of each chunk, oldest first; the entry of a released chunk stays for a while."""
+        self._ages_max = AGES_MIN
         self._watchers: dict[SlotId, list[Callable[[], None]]] = {}
         self.ends: dict[SlotId, Offset] = {}
         """Offset behind the last record that this process appended."""
@@ -41,6 +46,8 @@ class LogTail:
         size = sum(map(len, records))
         self._chunks.setdefault(partition, deque()).append((first, records, size))
         self._ages.append(partition)
+        if len(self._ages) > self._ages_max:
+            self._forget_released()
         self._bytes += size
         while self._bytes > self._bytes_max and self._ages:
             self._evict(self._ages.popleft())
@@ -71,6 +78,17 @@ class LogTail:
             while chunks and chunks[0][0] < wanted:
                 self._bytes -= chunks.popleft()[2]
         return found
+
+    def _forget_released(self) -> None:
+        """Keeps the ages of the chunks that are held: of each partition, as many of the newest."""
+        held = {partition: len(chunks) for partition, chunks in self._chunks.items()}
+        kept: deque[SlotId] = deque()
+        for partition in reversed(self._ages):
+            if held.get(partition, 0):
+                held[partition] -= 1
+                kept.appendleft(partition)
+        self._ages = kept
+        self._ages_max = max(AGES_MIN, 2 * len(kept))
 
     def _evict(self, partition: SlotId) -> None:
         chunks = self._chunks.get(partition)

@@ -2,8 +2,6 @@
 wrong.
 """
 
-import pytest
-
 from qim.adapters.commitlog_tail import LogTail
 from qim.domain import fanout, presence, writer
 from qim.domain.gateway import FailedLogins, Rate, RateTable
@@ -111,7 +109,6 @@ def test_a_user_has_so_many_devices_and_a_place_that_gets_free_is_given_again() 
     assert presence.UNKNOWN == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the ages of chunks that were read are kept for ever")
 def test_a_tail_whose_reader_keeps_up_remembers_nothing() -> None:
     tail = LogTail(bytes_max=LOG_TAIL_BYTES_MAX)
     slot, appends = SlotId(0), 10_000

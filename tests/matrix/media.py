@@ -203,8 +203,6 @@ MEDIA: Final = (
         "redis-streams",
         "tasks after an ACK: one copy on one disk, every append flushed before it is answered",
         RedisHost,
-        # A restarted role is told; one whose reader is open when the last record goes waits in silence.
-        fails=frozenset({"E4-emptied"}),
     ),
     Medium(
         "everysec",

@@ -113,3 +113,12 @@ async def test_close_releases_every_waiting_taker() -> None:
     await settle()
     box.close()
     assert await asyncio.gather(*takers) == [[], [], []]
+
+
+async def test_a_batch_ends_with_the_item_that_reaches_its_bytes() -> None:
+    inbox: Inbox[int] = Inbox(items_max=10, bytes_max=100)
+    for number in range(4):
+        assert inbox.offer(number, size=20)
+    assert await inbox.take(10, 30) == [0, 1]
+    assert await inbox.take(10, 1) == [2]
+    assert await inbox.take(10, 100) == [3]

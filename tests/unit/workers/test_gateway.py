@@ -245,12 +245,25 @@ async def test_a_push_carries_the_entry_and_the_sender_gets_the_echo() -> None:
         one, other = rig.router.announced
         targets = [(one.handle, one.generation, 3, 5, True), (other.handle, other.generation, 0, 5, False)]
         rig.gateway.deliver(targets, entry(9))
+        ((_, _, full),) = (await bob.body(Op.PUSH_EVENTS)).events
+        assert bytes(full) == entry(9)
+        rig.pass_time(milliseconds=limits.ECHO_WAIT_MS)
         ((previous, mailbox_seq, echo),) = (await alice.body(Op.PUSH_EVENTS)).events
         assert (previous, mailbox_seq) == (3, 5)
         decoded = decode_pushed(echo)
         assert (decoded.conversation_seq, decoded.conversation_id) == (9, CONVERSATION)  # type: ignore[union-attr]  # an entry, not an echo
-        ((_, _, full),) = (await bob.body(Op.PUSH_EVENTS)).events
-        assert bytes(full) == entry(9)
+
+
+async def test_an_echo_waits_and_leaves_with_the_next_push_in_one_frame() -> None:
+    async with GatewayRig() as rig:
+        alice = await rig.logged_in()
+        (one,) = rig.router.announced
+        rig.gateway.sweep()
+        rig.gateway.deliver([(one.handle, one.generation, 3, 5, True)], entry(9))
+        rig.gateway.sweep()
+        rig.gateway.deliver([(one.handle, one.generation, 5, 6, False)], entry(10))
+        events = (await alice.body(Op.PUSH_EVENTS)).events
+        assert [(previous, mailbox_seq) for previous, mailbox_seq, _ in events] == [(3, 5), (5, 6)]
 
 
 async def test_a_late_answer_never_reaches_the_next_user_of_its_handle() -> None:
