@@ -1,10 +1,10 @@
 """O15: frames at and above the limit, and a restart that sends everybody away at once.
 
-Scaled: 500 SDK clients instead of 5,000, in one process, of which some send all the time. The server asks its
-clients back at about a hundred a second, so the spread grows with their number and the share of the fullest
-second does not depend on it. After a crash nobody is asked for anything: the first attempt of an SDK follows at
-once, so nearly all of them come back within one second. That is measured too, and only bounded by nobody being
-lost and everybody being back in time.
+Scaled: 500 SDK clients instead of 5,000, in one process, of which some send all the time. The server asks
+its clients back at about a hundred a second, so the spread grows with their number and the share of the
+fullest second does not depend on it. After a crash nobody is asked for anything: the first attempt of an SDK
+follows at once, so nearly all of them come back within one second. That is measured too, and only bounded by
+nobody being lost and everybody being back in time.
 """
 
 import asyncio
