@@ -80,6 +80,8 @@ WRITER_BATCH_MESSAGES_MAX: Final = 512
 """Of one pass: eight runs of a script, a few milliseconds of the store."""
 WRITER_PASS_INTERVAL_MS: Final = 5
 """From the begin of a small pass to that of the next: at 1,000 messages a second it makes passes of five."""
+COMPANY_WAIT_MS: Final = WRITER_PASS_INTERVAL_MS
+"""How long a small batch of fan-out or mailbox waits for the next pass of the writer to travel with."""
 WRITER_BATCH_BYTES_MAX: Final = 4_194_304
 """64 messages of the largest size, and the one that goes over it: what one write to the store may weigh."""
 SCRIPT_RUN_ITEMS_MAX: Final = 64

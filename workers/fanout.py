@@ -54,6 +54,7 @@ from qim.limits import (
 from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, LogReader, LogRecord
 from workers.commits import OnFatal
+from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.missed import Missed
 
@@ -98,6 +99,7 @@ class Fanout:
         metrics: Metrics,
         failpoints: Failpoints,
         on_fatal: OnFatal,
+        company: Company | None = None,
     ) -> None:
         self._slots = tuple(slots)
         self._placement = placement
@@ -108,6 +110,7 @@ class Fanout:
         self._metrics = metrics
         self._failpoints = failpoints
         self._on_fatal = on_fatal
+        self._company = company or Company(clock)
         self._reader: LogReader | None = None
         self._issued: asyncio.Queue[Issued] = asyncio.Queue()
         self._room = asyncio.Semaphore(BATCHES_IN_FLIGHT_MAX)
@@ -211,6 +214,7 @@ class Fanout:
             self._issued.put_nowait(self._issue(batch))
             if len(batch) < SCRIPT_RUN_ITEMS_MAX:
                 await asyncio.sleep(FANOUT_PASS_INTERVAL_MS / 1000)
+                await self._company.join()
 
     def _issue(self, batch: Sequence[LogRecord]) -> "Issued":
         """Plans a batch and issues its append; nothing is awaited between reading and issuing."""
@@ -237,6 +241,7 @@ class Fanout:
     async def _run_keeper(self) -> None:
         while True:
             await asyncio.sleep(FANOUT_POSITION_INTERVAL_MS / 1000)
+            await self._company.join()
             await self._store_reached()
 
     def _plan(self, batch: Sequence[LogRecord]) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:

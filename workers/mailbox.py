@@ -30,6 +30,7 @@ from qim.metrics import Metrics
 from qim.ports import CommitLog, LogRecord, MailboxStore, MailboxWrite, Materialised
 from qim.records import HEADER_BYTES, build_dispatch_record, parse_dispatch_record
 from workers.commits import NOTHING_WRITTEN, OnFatal, reply_error
+from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.pulls import Pulls
 from workers.request import Request
@@ -70,6 +71,7 @@ class Mailbox:
         metrics: Metrics,
         failpoints: Failpoints,
         on_fatal: OnFatal,
+        company: Company | None = None,
     ) -> None:
         self._placement = placement
         self._dispatch = dispatch
@@ -91,6 +93,7 @@ class Mailbox:
                 metrics=metrics,
                 failpoints=failpoints,
                 on_fatal=on_fatal,
+                company=company or Company(clock),
             )
             self._instances[number] = _Instance(
                 store=store,

@@ -30,6 +30,7 @@ from qim.ids import BootId, SlotId, WorkerId
 from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, MailboxStore, OneStepCommits
 from qim.tokens import TokenVerifier
+from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.fanout import Fanout
 from workers.gateway import Gateway
@@ -104,7 +105,7 @@ class Roles:
         self.presence = Presence(placement=placement, mailboxes=stores.mailboxes, answers=router)
         common: dict[str, Any] = {
             "placement": placement, "clock": clock, "metrics": metrics, "failpoints": failpoints,
-            "on_fatal": self._on_fatal,
+            "on_fatal": self._on_fatal, "company": Company(clock),
         }  # fmt: skip
         self.writer = Writer(
             worker=worker,

@@ -31,10 +31,12 @@ from qim.limits import (
     LOG_READ_BYTES_MAX,
     MAILBOX_BATCH_RECORDS_MAX,
     MAILBOX_QUEUE_RECORDS_MAX,
+    SCRIPT_RUN_ITEMS_MAX,
 )
 from qim.metrics import Metrics
 from qim.ports import CommitLog, LogReader, LogRecord, MailboxStore, MailboxWrite, Materialised, ShardState
 from workers.commits import OnFatal
+from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.inbox import Inbox
 from workers.shard_state import Delivery, PresenceView, Pusher, Shard, StoppedShard, build_delivery
@@ -67,6 +69,7 @@ class Shards:
         metrics: Metrics,
         failpoints: Failpoints,
         on_fatal: OnFatal,
+        company: Company,
     ) -> None:
         self._slots = tuple(slots)
         self._store = store
@@ -77,6 +80,7 @@ class Shards:
         self._metrics = metrics
         self._failpoints = failpoints
         self._on_fatal = on_fatal
+        self._company = company
         self._reader: LogReader | None = None
         self._issued: asyncio.Queue[list[Run]] = asyncio.Queue()
         self._room = asyncio.Semaphore(BATCHES_IN_FLIGHT_MAX)
@@ -173,11 +177,13 @@ class Shards:
                     failed = 0
                     if not batch:
                         return
+                    if len(batch) < SCRIPT_RUN_ITEMS_MAX:
+                        await self._company.join()
                     runs = self._issue(batch)
             self._issued.put_nowait(runs)
 
     def _issue(self, batch: Sequence[LogRecord]) -> list[Run]:
-        """Cuts a batch into runs and issues them; nothing is awaited between reading and issuing."""
+        """Cuts a batch into runs and issues them; what the reader was sent back from since is left out."""
         started = self._clock.monotonic()
         fused: list[Delivery] = []
         for partition, offset, data in batch:

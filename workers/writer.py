@@ -76,6 +76,7 @@ from qim.wire.bodies import (
 )
 from qim.wire.layout import Op
 from workers.commits import NOTHING_WRITTEN, Commits, OnFatal, reply_error
+from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.inbox import Inbox
 from workers.request import Request
@@ -111,9 +112,11 @@ class Writer:
         metrics: Metrics,
         failpoints: Failpoints,
         on_fatal: OnFatal,
+        company: Company | None = None,
         lanes: int = BATCHES_IN_FLIGHT_MAX,
     ) -> None:
         self._placement = placement
+        company = company or Company(clock)
         self._clock = clock
         self._metrics = metrics
         self._draining = False
@@ -137,6 +140,7 @@ class Writer:
                 clock=clock,
                 metrics=metrics,
                 failpoints=failpoints,
+                company=company,
                 lanes=lanes,
             )
         self._only = next(iter(self._instances.values())) if len(self._instances) == 1 else None
@@ -247,6 +251,7 @@ class _Instance:
         clock: Clock,
         metrics: Metrics,
         failpoints: Failpoints,
+        company: Company,
         lanes: int,
     ) -> None:
         self.inbox: Inbox[Request] = Inbox(
@@ -263,6 +268,7 @@ class _Instance:
         self._clock = clock
         self._metrics = metrics
         self._failpoints = failpoints
+        self._company = company
         self._under_way = 0
         """Passes that have taken requests and not yet answered them."""
 
@@ -306,6 +312,7 @@ class _Instance:
             except ClientError as error:
                 reply_error(request, error)
         self._failpoints.hit("writer.taken")
+        self._company.depart()
         reads = _call_in_runs(histories, self._store.read_history, HISTORY_QUERIES_PER_CALL_MAX)
         raised = _call_in_runs(marks, self._store.mark_read, SCRIPT_RUN_ITEMS_MAX)
         reserving = self.commits.begin(sends)
