@@ -50,12 +50,15 @@ class SlotClaim(NamedTuple):
     """Host name, for the message of a refusal."""
     placement: bytes
     take_over: bool = False
+    is_refresh: bool = False
+    """Of slots that this boot id owns already: it takes nothing from anybody, however late it arrives."""
 
 
 class ClaimRefusal(NamedTuple):
     slot: SlotId
     reason: str
-    """`fresh`: another supervisor stamped it less than 10 s ago; `placement`: other map, not released."""
+    """`fresh`: another supervisor stamped it less than 10 s ago; `placement`: other map, not released;
+    `lost`: a refresh found another owner, none, or its own release."""
     label: str
     """Host name of the holder."""
 
@@ -72,7 +75,7 @@ class SlotOwnership(Protocol):
     def claim(self, claim: SlotClaim) -> Awaitable[ClaimResult]:
         """Same boot id: same epochs, the stamp is refreshed. Another boot id: epoch + 1, or a refusal.
 
-        All slots of the claim or none. Repeated every 3 s by the owner. The adapter remembers the epochs
+        All slots of the claim or none. Refreshed every 3 s by the owner. The adapter remembers the epochs
         and sends them with every script that changes state.
         """
         ...

@@ -5,9 +5,10 @@ another supervisor waits a little longer than a stamp stays fresh: if that owner
 if it lives it is stamped again and the refusal is final. So a service that was killed and started at once
 begins by itself after ten seconds, and two living ones never share a slot.
 
-A refusal later, or an epoch that is not the one we got first, means that somebody took a slot over:
-`StaleOwner`, and the process ends with 75. A store that is away is no such sign; its scripts check the epoch
-at every write anyway, and the claim is repeated when it is back.
+What was granted once is only refreshed from then on, and a refresh takes nothing from another owner: one that
+is carried out late, when the successor has claimed already, does not take the slots back. Its refusal means
+that somebody took a slot over: `StaleOwner`, and the process ends with 75. A store that is away is no such
+sign; its scripts check the epoch at every write anyway, and the refresh is repeated when it is back.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from qim.ports import ClaimRefusal, ClaimResult, SlotClaim, SlotOwnership
 
 RETRY_SECONDS: Final = 0.5
 FRESH: Final = "fresh"
+LOST: Final = "lost"
 
 log = get_logger()
 
@@ -45,7 +47,7 @@ class Claims:
         self._claim = claim
         self._clock = clock
         self.epochs: dict[str, dict[SlotId, Epoch]] = {}
-        """By instance, as first granted."""
+        """By instance, as granted; a refresh never changes them."""
 
     async def claim_all(self, on_wait: Callable[[str], None]) -> None:
         """Returns when every slot is ours; raises StaleOwner when another owner lives.
@@ -84,13 +86,11 @@ class Claims:
         await asyncio.gather(*(_quietly(call) for call in calls))
 
     async def _claim_part(self, part: Owned) -> tuple[ClaimRefusal, ...]:
-        result: ClaimResult = await part.store.claim(self._claim._replace(slots=part.slots))
-        if result.refusals:
-            return result.refusals
-        first = self.epochs.setdefault(part.name, result.epochs)
-        if first != result.epochs:
-            raise StaleOwner(f"{part.name}: a slot was taken over and left again while we owned it")
-        return ()
+        claim = self._claim._replace(slots=part.slots, is_refresh=part.name in self.epochs)
+        result: ClaimResult = await part.store.claim(claim)
+        if not result.refusals:
+            self.epochs[part.name] = result.epochs
+        return result.refusals
 
 
 def owned_slots(
@@ -115,6 +115,8 @@ async def _quietly(call: Awaitable[None]) -> None:
 
 
 def _describe(part: Owned, refusal: ClaimRefusal) -> str:
+    if refusal.reason == LOST:
+        return f"{part.name}: slot {refusal.slot} is not ours any more"
     if refusal.reason == FRESH:
         return (
             f"{part.name}: slot {refusal.slot} belongs to a living service on {refusal.label}; stop it first"

@@ -39,9 +39,9 @@ class MemoryOwnership:
         now = self.clock.now_ms()
         held = ((slot, self._owners.get(slot)) for slot in claim.slots)
         refusals = tuple(
-            ClaimRefusal(slot, reason, owner.label)
+            ClaimRefusal(slot, reason, owner.label if owner else "")
             for slot, owner in held
-            if owner is not None and (reason := _refusal(claim, owner, now))
+            if (reason := _refusal(claim, owner, now))
         )
         if refusals:
             return done(ClaimResult({}, refusals))
@@ -71,7 +71,12 @@ def _next_epoch(claim: SlotClaim, owner: Owner | None) -> Epoch:
     return owner.epoch if owner.boot == claim.boot else Epoch(owner.epoch + 1)
 
 
-def _refusal(claim: SlotClaim, owner: Owner, now: Millis) -> str:
+def _refusal(claim: SlotClaim, owner: Owner | None, now: Millis) -> str:
+    if claim.is_refresh:
+        is_ours = owner is not None and owner.boot == claim.boot and not owner.is_released
+        return "" if is_ours else "lost"
+    if owner is None:
+        return ""
     same_side = owner.boot == claim.boot or owner.supervisor == claim.supervisor
     if same_side or claim.take_over or owner.is_released:
         return ""

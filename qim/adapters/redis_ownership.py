@@ -27,9 +27,10 @@ class RedisOwnership:
         """Packed epoch per slot, ready to be an argument of a script."""
 
     def claim(self, claim: SlotClaim) -> asyncio.Future[ClaimResult]:
+        mode = "refresh" if claim.is_refresh else "claim"
         answers: Answers[ClaimResult] = Answers(1, lambda parts: self._remember(parts[0]))
         on_reply = answers.part(0, lambda reply: _decode_claim(claim, reply))
-        self.pipe.submit_script("claim_slot", [OWNER], _arguments("claim", claim), on_reply)
+        self.pipe.submit_script("claim_slot", [OWNER], _arguments(mode, claim), on_reply)
         return answers.future
 
     def _remember(self, result: ClaimResult) -> ClaimResult:

@@ -14,7 +14,7 @@ from qim.clock import ManualClock
 from qim.errors import StoreRefused, StoreUnknown
 from qim.ids import BucketId, ConversationId, Offset, Seq, SlotId
 from qim.limits import IDEMPOTENCY_WINDOW_MS
-from qim.ports import CommitStore, Committed, ReadMark, Reserved
+from qim.ports import ClaimRefusal, CommitStore, Committed, ReadMark, Reserved
 from tests.lua.commit_calls import (
     ALICE,
     BOB,
@@ -162,6 +162,28 @@ async def test_a_slot_that_was_taken_over_answers_stale_owner_to_its_former_owne
     assert (await new.mark_committed([commit_of(item, result)]))[0].outcome is Committed.COMMITTED
     refused = await old.claim(claim_of(b"d" * 16, supervisor=b"t" * 16))
     assert {refusal.reason for refusal in refused.refusals} == {"fresh"}
+
+
+async def test_a_late_refresh_of_a_predecessor_takes_nothing_back(workers: Workers) -> None:
+    old, new = workers(), workers()
+    await old.claim(claim_of(take_over=True))
+    assert (await old.claim(claim_of(take_over=True, is_refresh=True))).epochs[SLOT] == 1
+    assert (await new.claim(claim_of(b"c" * 16, slots=[SLOT]))).epochs == {SLOT: 2}
+    refused = await old.claim(claim_of(take_over=True, is_refresh=True))
+    assert refused == ({}, (ClaimRefusal(SLOT, "lost", "host-1"),))
+    assert (await new.reserve([reservation()]))[0].outcome is Reserved.NEW
+    assert (await old.reserve([reservation(key_of(2))]))[0].outcome is Reserved.STALE_OWNER
+
+
+async def test_a_refresh_wakes_no_slot_that_was_released_or_never_claimed(workers: Workers) -> None:
+    store = workers()
+    refresh = claim_of(slots=[SLOT], is_refresh=True)
+    assert (await store.claim(refresh)).refusals == (ClaimRefusal(SLOT, "lost", ""),)
+    await store.claim(claim_of(slots=[SLOT]))
+    await store.release(claim_of(slots=[SLOT]))
+    assert (await store.claim(refresh)).refusals == (ClaimRefusal(SLOT, "lost", "host-1"),)
+    stranger = claim_of(b"c" * 16, slots=[SLOT], supervisor=b"t" * 16, placement=b"q" * 16)
+    assert (await workers().claim(stranger)).epochs == {SLOT: 2}
 
 
 async def test_a_store_that_claimed_nothing_is_a_stale_owner(workers: Workers) -> None:

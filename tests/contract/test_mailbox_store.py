@@ -211,6 +211,14 @@ async def test_every_step_of_a_stale_owner_is_refused(medium: Medium) -> None:
     assert await seqs_of(medium.store) == [1]
 
 
+async def test_a_late_refresh_of_a_predecessor_leaves_the_shard_to_its_owner(medium: Medium) -> None:
+    await medium.successor.claim(claim_of(b"successor"))
+    late = await medium.store.claim(claim_of()._replace(is_refresh=True))
+    assert {refusal.reason for refusal in late.refusals} == {"lost"}
+    assert await put(medium.successor, write_of(1)) == [DONE]
+    assert await put(medium.store, write_of(2)) == [STALE]
+
+
 async def test_the_largest_fused_record_reaches_all_its_recipients(medium: Medium) -> None:
     users = tuple(ANN[:15] + bytes([n]) for n in range(FUSED_RECIPIENTS_MAX))
     assert await put(medium.store, write_of(1, users=users), write_of(2, users=users[:3])) == [DONE, DONE]  # type: ignore[arg-type]  # plain values stand for ids

@@ -46,8 +46,9 @@ def claim_of(
     supervisor: bytes = b"s" * 16,
     placement: bytes = b"p" * 16,
     take_over: bool = False,
+    is_refresh: bool = False,
 ) -> SlotClaim:
-    return SlotClaim(tuple(slots), BootId(boot), supervisor, "host-1", placement, take_over)
+    return SlotClaim(tuple(slots), BootId(boot), supervisor, "host-1", placement, take_over, is_refresh)
 
 
 def key_of(

@@ -88,6 +88,38 @@ async def test_a_release_or_the_operators_word_opens_a_slot_to_anybody(
         assert (await RedisOwnership(pipe).claim(stranger)).epochs == {ONE: 2}
 
 
+@pytest.mark.parametrize("way", ["another owner", "no owner", "released"])
+async def test_a_refresh_of_slots_that_are_not_ours_any_more_changes_nothing(
+    store_server: StoreServer, way: str
+) -> None:
+    async with opened_pipe(store_server) as pipe:
+        ownership = RedisOwnership(pipe)
+        ours = claim_of(slots=[TWO, ONE], take_over=True)
+        await ownership.claim(ours)
+        if way == "another owner":
+            await RedisOwnership(pipe).claim(claim_of(b"c" * 16, slots=[ONE]))
+        elif way == "no owner":
+            await pipe.command("HDEL", keys.OWNER, ONE)
+        else:
+            await ownership.release(ours._replace(slots=(ONE,)))
+        before = await picture(pipe)
+        result = await ownership.claim(ours._replace(is_refresh=True))
+        assert result == ({}, (ClaimRefusal(ONE, "lost", "" if way == "no owner" else "host-1"),))
+        assert await picture(pipe) == before
+
+
+async def test_a_refresh_of_what_is_ours_keeps_the_epoch_and_renews_the_stamp(
+    store_server: StoreServer,
+) -> None:
+    async with opened_pipe(store_server) as pipe:
+        ownership = RedisOwnership(pipe)
+        await ownership.claim(claim_of(slots=[ONE]))
+        await make_old(pipe, ONE, age_ms=60_000)
+        assert (await ownership.claim(claim_of(slots=[ONE], is_refresh=True))).epochs == {ONE: 1}
+        stranger = claim_of(b"c" * 16, slots=[ONE], supervisor=OTHER_SUPERVISOR)
+        assert (await ownership.claim(stranger)).refusals[0].reason == "fresh"
+
+
 async def test_a_release_by_a_former_owner_changes_nothing(store_server: StoreServer) -> None:
     async with opened_pipe(store_server) as pipe:
         await RedisOwnership(pipe).claim(claim_of(slots=[ONE]))

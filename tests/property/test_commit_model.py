@@ -23,6 +23,7 @@ from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.redis_pipe import RedisPipe
 from qim.ids import BucketId, ClientMessageId, ConversationId, Millis, Offset, Seq, SlotId, UserId
 from qim.ports import (
+    ClaimResult,
     Commit,
     Committed,
     HistoryQuery,
@@ -83,6 +84,7 @@ class CommitComparison(RuleBasedStateMachine):
         self.known: dict[MessageKey, tuple[Reservation, ReserveResult]] = {}
         self.stamps: dict[MessageKey, Millis] = {}
         self.kills = 0
+        self.owner = 0
         self.take_over(0)
 
     def wait(self, awaitable: Awaitable[T]) -> T:
@@ -112,8 +114,17 @@ class CommitComparison(RuleBasedStateMachine):
     def take_over(self, worker: int) -> None:
         claim = claim_of(bytes([worker + 1]) * 16, slots=[SlotId(0), SlotId(63)])
         self.claims[worker] = claim
+        self.owner = worker
         real, model = self.call(worker, "claim", claim)
         assert real == model
+
+    @rule(worker=st.integers(0, 1))
+    def refresh(self, worker: int) -> None:
+        claim = self.claims[worker] or claim_of(bytes([worker + 1]) * 16, slots=[SlotId(0), SlotId(63)])
+        real, model = self.call(worker, "claim", claim._replace(is_refresh=True))
+        assert real == model
+        assert isinstance(model, ClaimResult)
+        assert bool(model.epochs) == (worker == self.owner)
 
     @rule(worker=st.integers(0, 1), items=st.lists(reservations(), max_size=8))
     def reserve(self, worker: int, items: Sequence[Reservation]) -> None:

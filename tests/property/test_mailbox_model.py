@@ -28,7 +28,7 @@ from qim.adapters.mailbox_redis import RedisMailboxStore
 from qim.adapters.redis_pipe import RedisPipe
 from qim.clock import SystemClock
 from qim.ids import MailboxSeq, Millis, SlotId, UserId
-from qim.ports import MailboxStore, MailboxWrite, Materialised
+from qim.ports import ClaimResult, MailboxStore, MailboxWrite, Materialised
 from tests.lua.mailbox_case import (
     ANN,
     BEN,
@@ -80,6 +80,9 @@ class Side:
 
     async def claim(self, which: int, boot: int) -> None:
         await self.stores[which].claim(claim_of(b"boot %d" % boot))
+
+    async def refresh(self, which: int, boot: int) -> ClaimResult:
+        return await self.stores[which].claim(claim_of(b"boot %d" % boot)._replace(is_refresh=True))
 
 
 class MailboxMachine(RuleBasedStateMachine):
@@ -181,6 +184,13 @@ class MailboxMachine(RuleBasedStateMachine):
         self.boots[which] = max(self.boots) + 1
         for side in (self.real, self.model):
             self.runner.run(side.claim(which, self.boots[which]))
+
+    @rule(which=st.integers(0, 1))
+    def refresh(self, which: int) -> None:
+        real, model = (
+            self.runner.run(side.refresh(which, self.boots[which])) for side in (self.real, self.model)
+        )
+        assert real == model
 
     @rule(slot=slots, days=st.integers(1, 9))
     def age(self, slot: SlotId, days: int) -> None:

@@ -98,6 +98,18 @@ async def test_an_owner_that_was_replaced_is_told_at_its_next_refresh() -> None:
         await owner.refresh()
 
 
+async def test_a_late_refresh_of_a_predecessor_leaves_the_slots_to_their_owner() -> None:
+    world = World()
+    predecessor = world.claims("a", supervisor="s")
+    await predecessor.claim_all(WAITS.append)
+    owner = world.claims("b", supervisor="s")
+    await owner.claim_all(WAITS.append)
+    with pytest.raises(StaleOwner, match="slot 0 is not ours any more"):
+        await predecessor.refresh()
+    await owner.refresh()
+    assert owner.epochs["core instance 0"][SLOTS[0]] == 2
+
+
 async def test_a_slot_that_was_taken_and_released_meanwhile_is_lost_too() -> None:
     world = World()
     owner = world.claims("a")
@@ -106,7 +118,7 @@ async def test_a_slot_that_was_taken_and_released_meanwhile_is_lost_too() -> Non
     other = world.claims("b")
     await other.claim_all(WAITS.append)
     await other.release()
-    with pytest.raises(StaleOwner, match="taken over and left again"):
+    with pytest.raises(StaleOwner, match="slot 0 is not ours any more"):
         await owner.refresh()
 
 
