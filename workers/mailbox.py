@@ -76,6 +76,7 @@ class Mailbox:
         self._placement = placement
         self._dispatch = dispatch
         self._clock = clock
+        self._on_fatal = on_fatal
         self._instances: dict[int, _Instance] = {}
         self._loops: list[asyncio.Task[None]] = []
         by_instance: dict[int, list[SlotId]] = {}
@@ -200,6 +201,8 @@ class Mailbox:
             raise FailedPrecondition(f"slot {slot} stands at {shard.position + 1}, not at {offset}")
         record = await self._record_at(instance, slot, offset)
         outcome = await instance.serial.skip(shard, _named_write(shard, record, now_ms=self._clock.now_ms()))
+        if outcome is Materialised.STALE_OWNER:
+            self._on_fatal(slot)
         if outcome is not Materialised.DONE:
             raise FailedPrecondition(f"slot {slot} cannot skip {offset}: {outcome.value}")
         log.warning("record_skipped", role="mailbox", slot=slot, offset=offset, reason=stopped.reason)

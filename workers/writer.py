@@ -140,6 +140,7 @@ class Writer:
                 clock=clock,
                 metrics=metrics,
                 failpoints=failpoints,
+                on_fatal=on_fatal,
                 company=company,
                 lanes=lanes,
             )
@@ -251,6 +252,7 @@ class _Instance:
         clock: Clock,
         metrics: Metrics,
         failpoints: Failpoints,
+        on_fatal: OnFatal,
         company: Company,
         lanes: int,
     ) -> None:
@@ -268,6 +270,7 @@ class _Instance:
         self._clock = clock
         self._metrics = metrics
         self._failpoints = failpoints
+        self._on_fatal = on_fatal
         self._company = company
         self._under_way = 0
         """Passes that have taken requests and not yet answered them."""
@@ -318,7 +321,7 @@ class _Instance:
         reserving = self.commits.begin(sends)
         if histories or marks:
             await _answer(reads, _reply_history)
-            await _answer(raised, _reply_mark)
+            await _answer(raised, self._reply_mark)
         durable = await self.commits.finish(reserving)
         self._under_way -= 1
         if not self._under_way:
@@ -327,6 +330,14 @@ class _Instance:
         self._metrics.writer_batches += 1
         self._metrics.writer_batch_messages += len(sends)
         self._metrics.writer_pass.observe(self._clock.monotonic() - started)
+
+    def _reply_mark(self, request: Request, mark: ReadMark, result: ReadMarkResult) -> None:
+        if result.stale_owner:
+            self._on_fatal(slot_of_bucket(mark.bucket))
+            reply_error(request, NOTHING_WRITTEN)
+            return
+        ack = MarkReadAck(mark.conversation, result.read_seq, result.unread)
+        request.origin.reply(request, build_message(Op.MARK_READ_ACK, request.request_id, ack))
 
     def _open_at(self, due: float) -> None:
         """Lets the next pass begin with whatever is there, from that moment (monotonic seconds) on."""
@@ -435,11 +446,3 @@ def _plan_mark(request: Request) -> ReadMark:
     return ReadMark(
         request.tenant, route.conversation, route.bucket, request.user, Seq(min(body.read_seq, SEQ_MAX))
     )
-
-
-def _reply_mark(request: Request, mark: ReadMark, result: ReadMarkResult) -> None:
-    if result.stale_owner:
-        reply_error(request, NOTHING_WRITTEN)
-        return
-    ack = MarkReadAck(mark.conversation, result.read_seq, result.unread)
-    request.origin.reply(request, build_message(Op.MARK_READ_ACK, request.request_id, ack))

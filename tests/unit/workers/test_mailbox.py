@@ -198,6 +198,20 @@ async def test_an_unreadable_record_stops_its_shard_and_only_the_operator_passes
     assert await rig.mailbox_of(ALICE) == [(1, 1), (3, 2)]
 
 
+async def test_a_skip_that_meets_a_newer_owner_changes_nothing_and_says_so(
+    rig: Rig, mailbox: Mailbox
+) -> None:
+    await rig.dispatch.append([(A, b"garbage")])
+    async with rig.running(mailbox):
+        await _stops(mailbox, rig, A)
+        owner = rig.mailbox_state.owners[A]
+        rig.mailbox_state.owners[A] = owner._replace(epoch=Epoch(owner.epoch + 1))
+        with pytest.raises(FailedPrecondition):
+            await mailbox.skip(A, Offset(0))
+    assert rig.fatal == [A]
+    assert rig.mailbox_state.shards[A].watermark == 0
+
+
 async def test_a_restart_directly_behind_a_skipped_record_starts(rig: Rig, mailbox: Mailbox) -> None:
     await rig.dispatch.append([(A, b"garbage")])
     async with rig.running(mailbox):

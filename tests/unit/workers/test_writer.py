@@ -421,6 +421,15 @@ async def test_a_stale_owner_commits_nothing_and_says_so_at_once(rig: Rig, write
     assert rig.head() == (0, 0)
 
 
+async def test_a_stale_owner_that_only_marks_what_was_read_says_so_at_once(rig: Rig, writer: Writer) -> None:
+    await Rig.claim(_successor(rig))
+    async with rig.running(writer):
+        writer.submit(rig.alice.request(Op.MARK_READ, encode_body(MarkRead(Target(1, BOB), Seq(1)))))
+        await _answered(rig, 1)
+    assert rig.alice.errors == [UNAVAILABLE]
+    assert rig.fatal == [slot_of_conversation()]
+
+
 def _successor(rig: Rig) -> Rig:
     """Another process at the same instance, with a later boot."""
     other = Rig()
