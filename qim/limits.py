@@ -94,6 +94,8 @@ RECOVER_INTERVAL_MS: Final = 1_000
 """A message that was left half-done is finished within a few seconds; an empty look costs one command."""
 RECOVER_AGE_MS: Final = 2_000
 """Pending for longer and not in flight here: the recoverer finishes it."""
+UNFINISHABLE_MESSAGES_MAX: Final = 256
+"""Named to the operator, per instance: more than he reads one by one. Full: the next one's slot stops."""
 IDEMPOTENCY_WINDOW_MS: Final = 7_200_000
 """From COMMITTED on a repeat gets the same coordinates; later the SDK asks history instead of repeating."""
 assert WRITER_BATCH_MESSAGES_MAX <= WRITER_WAITING_MESSAGES_MAX

@@ -41,7 +41,13 @@ from qim.errors import (
     Unavailable,
 )
 from qim.ids import BucketId, Millis, Offset, Seq, SlotId
-from qim.limits import RECOVER_AGE_MS, REQUEST_DEADLINE_MS, SCRIPT_RUN_ITEMS_MAX, WRITER_BATCH_MESSAGES_MAX
+from qim.limits import (
+    RECOVER_AGE_MS,
+    REQUEST_DEADLINE_MS,
+    SCRIPT_RUN_ITEMS_MAX,
+    UNFINISHABLE_MESSAGES_MAX,
+    WRITER_BATCH_MESSAGES_MAX,
+)
 from qim.metrics import Metrics
 from qim.ports import (
     Commit,
@@ -133,7 +139,10 @@ class Commits:
         self._on_fatal = on_fatal
         self.in_flight: dict[MessageKey, Sending] = {}
         self.unfinishable: dict[MessageKey, str] = {}
-        """Messages whose stored record cannot be used, with the reason; only an operator can mend them."""
+        """Messages whose stored record cannot be used, with the reason; only an operator can mend them.
+
+        Full: the slot of a further one stops, and the recoverer leaves stopped slots alone.
+        """
         self.stopped: dict[SlotId, str] = {}
         """Slots whose store contradicted itself: their sends are refused, the other slots go on."""
         self.outbox_broken = ""
@@ -403,7 +412,7 @@ class Commits:
         self._stop_slot(sending, error)
         self._give_up([sending], UNKNOWN)
 
-    def _stop_slot(self, sending: Sending, error: StoreBroken) -> None:
+    def _stop_slot(self, sending: Sending, error: QimError) -> None:
         slot = slot_of_bucket(sending.key.bucket)
         if slot not in self.stopped:
             log.error("slot_stopped", role="writer", slot=slot, reason=str(error))
@@ -446,10 +455,10 @@ class Commits:
         Bounded by one page per call: what is left waits for the next call, a second later. What cannot be
         finished is passed over, and the page grows by it, so that it never hides what lies behind it.
         """
-        known = len(self.in_flight) + len(self.unfinishable)
+        entries_max = WRITER_BATCH_MESSAGES_MAX + len(self.in_flight) + len(self.unfinishable)
         try:
             pending = await self._store.read_pending(
-                self._buckets, older_than_ms=older_than_ms, entries_max=WRITER_BATCH_MESSAGES_MAX + known
+                self._recoverable(), older_than_ms=older_than_ms, entries_max=entries_max
             )
         except StoreError as error:
             self._unread += 1
@@ -463,6 +472,12 @@ class Commits:
         recovered = await self.settle(await self._publish(adopted))
         self._metrics.writer_recovered += recovered
         return recovered
+
+    def _recoverable(self) -> Sequence[BucketId]:
+        """Where a stopped slot may hold what could not be noted, it waits for its operator as a whole."""
+        if len(self.unfinishable) < UNFINISHABLE_MESSAGES_MAX:
+            return self._buckets
+        return [bucket for bucket in self._buckets if slot_of_bucket(bucket) not in self.stopped]
 
     def _adopt(self, item: Pending) -> Sending | None:
         if item.key in self.in_flight or item.key in self.unfinishable:
@@ -489,8 +504,11 @@ class Commits:
         return bool(given_up)
 
     def _note_unfinishable(self, sending: Sending, error: QimError) -> None:
-        slot = slot_of_bucket(sending.key.bucket)
         if sending.key not in self.unfinishable:  # a client that asks again and again is no news
+            if len(self.unfinishable) >= UNFINISHABLE_MESSAGES_MAX:
+                self._stop_slot(sending, error)
+                return
+            slot = slot_of_bucket(sending.key.bucket)
             log.error("pending_unfinishable", slot=slot, reason=str(error))
         self.unfinishable[sending.key] = str(error)
 

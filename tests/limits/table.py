@@ -65,6 +65,10 @@ BOUNDS: Final[dict[str, Bound]] = {
          f"{ROLES}test_a_fan_out_has_four_appends_in_flight_and_no_more",
          f"{ROLES}test_a_mailbox_has_four_batches_in_flight_and_no_more"),
     ),
+    "UNFINISHABLE_MESSAGES_MAX": Bound(
+        "the slot of a further one stops: sends to it are refused, the recoverer leaves it alone",
+        (f"{ROLES}test_messages_that_cannot_be_finished_are_noted_up_to_the_bound_then_their_slot_stops_alone",),
+    ),
     "PAIR_CACHE_ENTRIES_MAX": Bound(
         "forget the oldest", (f"{CACHES}test_pairs_are_remembered_up_to_the_bound_and_found_again",)
     ),
@@ -279,7 +283,7 @@ HOLDERS: Final[dict[str, str]] = {
     "workers/client_socket.py ConnectionTable._sockets": "connections_max",
     "workers/commits.py Commits.in_flight": "BATCHES_IN_FLIGHT_MAX",
     "workers/commits.py Commits.stopped": PER_SLOT,
-    "workers/commits.py Commits.unfinishable": "pending facts of the store that nobody can read",
+    "workers/commits.py Commits.unfinishable": "UNFINISHABLE_MESSAGES_MAX",
     "workers/commits.py Sending.requests": "UNANSWERED_REQUESTS_MAX",
     "workers/control.py ControlServer._connections": "CONNECTIONS_MAX",
     "workers/demo.py Checks.results": OF_CODE,

@@ -10,7 +10,7 @@ import pytest
 
 from qim import errors
 from qim.domain.gateway import Rate
-from qim.ids import DispatchId, MailboxSeq, Millis, SlotId
+from qim.ids import DispatchId, MailboxSeq, Millis, SlotId, UserId
 from qim.limits import (
     BATCHES_IN_FLIGHT_MAX,
     FANOUT_BATCH_RECORDS_MAX,
@@ -18,21 +18,36 @@ from qim.limits import (
     MAILBOX_BATCH_RECORDS_MAX,
     MAILBOX_PERMITS,
     PULLS_WAITING_MAX,
+    RECOVER_AGE_MS,
     UNANSWERED_REQUESTS_MAX,
+    UNFINISHABLE_MESSAGES_MAX,
     WRITER_BATCH_MESSAGES_MAX,
     WRITER_WAITING_MESSAGES_MAX,
 )
-from qim.ports import Begun, MailboxWrite, Materialised
+from qim.ports import Begun, Commit, MailboxWrite, Materialised
 from qim.wire.bodies import MailboxBatch, Ping, PullMailbox, build_message, encode_body
 from qim.wire.frames import build_frame
 from qim.wire.layout import Op
 from tests.unit.workers.gateway_rig import GatewayRig, send_body
-from tests.unit.workers.rig import ALICE, BOB, TENANT, Rig, build_dispatches, build_outbox, shard_of
+from tests.unit.workers.rig import (
+    ALICE,
+    BOB,
+    BUCKET,
+    CONVERSATION,
+    TENANT,
+    Rig,
+    build_dispatches,
+    build_outbox,
+    shard_of,
+    slot_of_conversation,
+)
 from tests.waiting import happens, stays
 from workers.failpoints import Failpoints
 from workers.serial import Serial
+from workers.writer import Writer
 
 RESOURCE_EXHAUSTED = errors.ResourceExhausted.code
+CAROL = UserId(b"carol-0123456789")
 
 
 class Gate:
@@ -103,6 +118,57 @@ async def test_a_full_writer_refuses_the_next_and_commits_all_that_it_took(rig: 
         rig.send(writer, WRITER_WAITING_MESSAGES_MAX)
         await happens(lambda: len(rig.alice.acks) == WRITER_WAITING_MESSAGES_MAX + 1, what="and the next")
         await happens(lambda: rig.head()[1] == WRITER_WAITING_MESSAGES_MAX + 1, what="all are visible")
+
+
+async def _half_done(rig: Rig, writer: Writer, count: int) -> None:
+    """Leaves so many messages to Bob, and one to Carol, without their Outbox record."""
+    rig.outbox.fail("append", errors.StoreUnknown(), times=1_000)
+    rig.send(writer, *range(count))
+    rig.send(writer, count, target=CAROL)
+    await happens(lambda: len(rig.alice.answers) == count + 1, what="all are answered as unknown")
+    rig.outbox.before.clear()
+    rig.clock.advance(milliseconds=RECOVER_AGE_MS + 1)
+
+
+async def test_messages_that_cannot_be_finished_are_noted_up_to_the_bound_then_their_slot_stops_alone(
+    rig: Rig,
+) -> None:
+    writer = rig.roles().writer
+    commits = writer._instances[0].commits
+    async with rig.running(writer):
+        await _half_done(rig, writer, UNFINISHABLE_MESSAGES_MAX + 1)
+        conversation = rig.commit_state.conversations[(BUCKET, TENANT, CONVERSATION)]
+        whole = dict(conversation.records)
+        conversation.records.update(dict.fromkeys(whole, b"garbage"))
+        assert await writer.recover_once() == 1, "Carol's"
+        assert len(commits.unfinishable) == UNFINISHABLE_MESSAGES_MAX
+        assert list(commits.stopped) == [slot_of_conversation()]
+        rig.send(writer, 1_000)
+        rig.send(writer, 1_000, target=CAROL)
+        await happens(lambda: len(rig.alice.answers) == UNFINISHABLE_MESSAGES_MAX + 4, what="the next")
+        assert rig.alice.errors[-1] == errors.Unavailable.code
+        assert len(rig.alice.acks) == 1
+        conversation.records.update(whole)
+        assert await writer.recover_once() == 0, "before the operator's word"
+        assert writer.retry(slot_of_conversation())
+        assert await writer.recover_once() == UNFINISHABLE_MESSAGES_MAX + 1
+        assert not writer.stopped
+
+
+async def test_messages_that_cannot_be_noted_any_more_are_not_appended_again_and_again(rig: Rig) -> None:
+    writer = rig.roles().writer
+    async with rig.running(writer):
+        await _half_done(rig, writer, UNFINISHABLE_MESSAGES_MAX + 9)
+        rig.commits.before["mark_committed"] = _broken_for_bob
+        await writer.recover_once()
+        marks = await rig.outbox.watermarks([SlotId(0)])
+        for _round in range(3):
+            assert await writer.recover_once() == 0
+        assert await rig.outbox.watermarks([SlotId(0)]) == marks
+
+
+def _broken_for_bob(items: list[Commit]) -> errors.StoreError | None:
+    return errors.StoreBroken("wrong type") if any(item.key.bucket == BUCKET for item in items) else None
 
 
 async def test_a_writer_has_four_passes_in_flight_and_no_more(rig: Rig) -> None:
