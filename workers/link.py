@@ -230,7 +230,7 @@ class Links:
         }
         self._server: asyncio.Server | None = None
         self._closing = asyncio.Event()
-        self._unnamed: set[LinkStream] = set()
+        self._unnamed: dict[LinkStream, None] = {}
 
     @property
     def health(self) -> Mapping[WorkerId, LinkState]:
@@ -259,7 +259,7 @@ class Links:
 
     def _accepted(self) -> LinkStream:
         stream = LinkStream(self, dialled=None)
-        self._unnamed.add(stream)
+        self._unnamed[stream] = None
         self._expect_hello(stream)
         return stream
 
@@ -289,11 +289,11 @@ class Links:
     async def _dial(self, peer: WorkerId) -> LinkStream | None:
         loop = asyncio.get_running_loop()
         stream = LinkStream(self, dialled=peer)
-        self._unnamed.add(stream)
+        self._unnamed[stream] = None
         try:
             await loop.create_unix_connection(lambda: stream, str(self._path(peer)))
         except OSError:
-            self._unnamed.discard(stream)
+            self._unnamed.pop(stream, None)
             return None
         self._expect_hello(stream)
         return stream
@@ -327,7 +327,7 @@ class Links:
             self._lose(replaced)
             replaced.abort()
         stream.peer, stream.greeted = peer, True
-        self._unnamed.discard(stream)
+        self._unnamed.pop(stream, None)
         self._streams[peer] = stream
         self._states[peer] = LinkState.UP
         log.info("link_up", peer=peer)
@@ -340,7 +340,7 @@ class Links:
         stream.close()
 
     def on_stream_lost(self, stream: LinkStream) -> None:
-        self._unnamed.discard(stream)
+        self._unnamed.pop(stream, None)
         if stream.peer is not None and self._streams.get(stream.peer) is stream:
             self._lose(stream)
 

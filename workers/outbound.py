@@ -41,7 +41,8 @@ class Outbound:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._marked: list[Peer] = []
-        self._patient: set[PatientPeer] = set()
+        self._patient: dict[PatientPeer, None] = {}
+        """In the order in which they were marked."""
         self._patient_until = 0.0
 
     def mark(self, peer: Peer) -> None:
@@ -52,12 +53,12 @@ class Outbound:
 
     def mark_later(self, peer: PatientPeer) -> None:
         """The peer has something that may wait; whatever makes it write takes that along."""
-        self._patient.add(peer)
+        self._patient[peer] = None
 
     def sweep(self, now: float) -> None:
         """Marks those who have waited; to be called several times per `ECHO_WAIT_MS` (monotonic seconds)."""
         if now >= self._patient_until:
-            waiting, self._patient = self._patient, set()
+            waiting, self._patient = self._patient, {}
             self._patient_until = now + ECHO_WAIT_MS / 1000
             for peer in waiting:
                 peer.mark()

@@ -39,6 +39,26 @@ class Stuck(Exception):
     """Nothing is ready and no timer is set, or callbacks go on for ever at one moment."""
 
 
+class Due(list[Any]):
+    """A callback that waits: moment, number, callback, arguments, context, process.
+
+    It stands where asyncio has handles, of which a run makes thousands: a list is made, and compared with
+    another by moment and number, without a line of Python. Cancelled, it has no callback any more.
+    """
+
+    __slots__ = ()
+
+    def cancel(self) -> None:
+        self[2] = self[3] = None
+
+    def cancelled(self) -> bool:
+        return self[2] is None
+
+    def when(self) -> float:
+        moment: float = self[0]
+        return moment
+
+
 class Process:
     """What is stopped and killed together."""
 
@@ -46,7 +66,9 @@ class Process:
         self.name = name
         self.is_alive = True
         self.is_paused = False
-        self.parked: deque[asyncio.Handle] = deque()
+        self.is_held = False
+        """Paused or dead: nothing of it runs."""
+        self.parked: deque[Due] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.context: Context = copy_context()
         self.context.run(PROCESS.set, self)
@@ -61,8 +83,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
-        self._runnable: deque[tuple[asyncio.Handle, Process | None]] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle, Process | None]] = []
+        self._runnable: deque[Due] = deque()
+        self._timers: list[Due] = []
         self._count = 0
         self._spins = 0
         self._is_ending = False
@@ -82,43 +104,42 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]  # a Due does what a handle does
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        process = PROCESS.get() if context is None else context.get(PROCESS)
-        self._runnable.append((handle, process))
-        return handle
+    ) -> Due:
+        if context is None:
+            context = copy_context()
+        due = Due((0.0, 0, callback, args, context, context.get(PROCESS)))
+        self._runnable.append(due)
+        return due
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> Due:
         return self.call_soon(callback, *args, context=context)
 
-    def call_later(
+    def call_later(  # type: ignore[override]
         self,
         delay: float,
         callback: Callable[[Unpack[Ts]], object],
         *args: *Ts,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:
+    ) -> Due:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self,
         when: float,
         callback: Callable[[Unpack[Ts]], object],
         *args: *Ts,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        process = PROCESS.get() if context is None else context.get(PROCESS)
+    ) -> Due:
+        if context is None:
+            context = copy_context()
         self._count += 1
-        heapq.heappush(self._timers, (when, self._count, timer, process))
-        return timer
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A cancelled timer is dropped when its time comes."""
+        due = Due((when, self._count, callback, args, context, context.get(PROCESS)))
+        heapq.heappush(self._timers, due)
+        return due
 
     def stop(self) -> None:
         self._is_stopping = True
@@ -175,14 +196,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Everything that is ready now; then the timers that are due, or the jump to the next one."""
         runnable = self._runnable
         for _ in range(len(runnable)):
-            handle, process = runnable.popleft()
-            is_held = process is not None and (process.is_paused or not process.is_alive)
-            if process is not None and is_held and not self._is_ending:
-                process.parked.append(handle)
-                continue
-            if not handle.cancelled():
+            due = runnable.popleft()
+            _, _, callback, args, context, process = due
+            if process is not None and process.is_held and not self._is_ending:
+                process.parked.append(due)
+            elif callback is not None:
                 self._spins += 1
-                handle._run()
+                try:
+                    context.run(callback, *args)
+                except Exception as error:  # noqa: BLE001 - as a loop does: the next callback runs all the same
+                    self.call_exception_handler({"message": f"in {callback!r}", "exception": error})
         if self._spins > SPINS_MAX:
             raise Stuck(f"{SPINS_MAX} callbacks without a pause at {self._now:.3f} s")
         # Whatever ran took a moment: a deadline that rounding put just before its timer is then over.
@@ -192,7 +215,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _take_due(self) -> None:
         timers = self._timers
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2] is None:
             heapq.heappop(timers)
         if not self._runnable:
             if not timers:
@@ -202,8 +225,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self.callbacks += self._spins
                 self._spins = 0
         while timers and timers[0][0] <= self._now:
-            _when, _count, timer, process = heapq.heappop(timers)
-            self._runnable.append((timer, process))
+            self._runnable.append(heapq.heappop(timers))
 
     def spawn(self, process: Process, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
         """Starts the main coroutine of a process."""
@@ -212,15 +234,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def kill(self, process: Process) -> None:
         """Ends it between two callbacks: whatever it was about to do does not happen."""
         process.is_alive = False
+        process.is_held = True
 
     def pause(self, process: Process) -> None:
-        process.is_paused = True
+        process.is_paused = process.is_held = True
 
     def resume(self, process: Process) -> None:
         """What has become due meanwhile happens now, in its order."""
         process.is_paused = False
+        process.is_held = not process.is_alive
         while process.is_alive and process.parked:
-            self._runnable.append((process.parked.popleft(), process))
+            self._runnable.append(process.parked.popleft())
 
     def end(self, processes: list[Process]) -> None:
         """After the verdict: gives every coroutine its end, so that none is left to the garbage collector."""
@@ -229,7 +253,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers.clear()
         for process in processes:
             # A task whose wake-up was held back can only end by it.
-            self._runnable.extend((handle, process) for handle in process.parked)
+            self._runnable.extend(process.parked)
         everything = [*self._world_tasks, *(task for process in processes for task in process.tasks)]
         # Some wait once more on their way out, for what will not come any more.
         for _ in range(ENDINGS_MAX):
