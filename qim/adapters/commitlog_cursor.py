@@ -2,15 +2,22 @@
 
 Both media use it, so both keep the same promises: only the next offset of a partition is accepted, a jump is
 OffsetOutOfRange and never skipped; a batch goes round the partitions in turns, so that a busy one does not
-starve a quiet one; a paused partition keeps what was fetched and hands out nothing.
+starve a quiet one; a paused partition hands out nothing and holds nothing: it is fetched again.
+
+`ReadAhead` bounds in bytes what a reader fetches ahead, although a server counts in entries only.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from qim.errors import OffsetOutOfRange
 from qim.ids import Offset, SlotId
+from qim.limits import SLOTS
 from qim.ports import LogRecord
+
+FETCH_ENTRIES_MAX: Final = 8
+"""Stream entries per partition and question; one may hold a whole batch, so few are enough."""
 
 
 class Cursor:
@@ -29,6 +36,11 @@ class Cursor:
         self.buffer.clear()
         self.fetch_at = Offset(position + 1)
         self.turns += 1
+
+    def pause(self) -> None:
+        """What was fetched is given back, so that partitions that stand still hold no memory."""
+        self.seek(Offset((self.buffer[0].offset if self.buffer else self.fetch_at) - 1))
+        self.is_paused = True
 
     def accept(self, first: Offset, records: Sequence[bytes]) -> None:
         """Takes records that begin at `first`; what is known already is cut off."""
@@ -89,3 +101,26 @@ class Cursors:
                     batch.append(cursor.buffer.popleft())
             ready = [cursor for cursor in ready if cursor.buffer]
         return batch
+
+
+class ReadAhead:
+    """How many stream entries a question may ask for, over all partitions together.
+
+    What entries weigh is known only when they are here. So the first questions ask for few, each following
+    one for twice as many at most, and all that is asked for fits into `bytes_max` at the size of the largest
+    entry lately seen. At least one entry: the largest that exists is read too.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._largest = 0
+        self.entries = FETCH_ENTRIES_MAX
+
+    def per_partition(self, partitions: int) -> int:
+        return max(1, min(FETCH_ENTRIES_MAX, self.entries // partitions))
+
+    def note(self, largest: int) -> None:
+        """An answer came; `largest` is the size of its largest entry. What was seen before counts half."""
+        self._largest = max(1, largest, self._largest // 2)
+        fitting = self._bytes_max // self._largest
+        self.entries = max(1, min(2 * self.entries, fitting, FETCH_ENTRIES_MAX * SLOTS))

@@ -50,6 +50,10 @@ class Partition:
         self.low = Offset(self.low + count)
 
 
+EMPTY: Final = Partition()
+"""Stands for every partition that nothing was appended to."""
+
+
 class MemoryCommitLog:
     """`CommitLog` of the port."""
 
@@ -106,8 +110,8 @@ class MemoryCommitLog:
         return MemoryLogReader(self, positions)
 
     def watermarks(self, partitions: Sequence[SlotId]) -> asyncio.Future[dict[SlotId, Watermarks]]:
-        held = {partition: self.partition(partition) for partition in partitions}
-        return done({name: Watermarks(one.low, one.high) for name, one in held.items()})
+        held = self._partitions
+        return done({name: _marks(held.get(name, EMPTY)) for name in partitions})
 
     def read(self, partition: SlotId, offset: Offset, *, records_max: int) -> asyncio.Future[list[LogRecord]]:
         held = self.partition(partition)
@@ -130,6 +134,10 @@ class MemoryCommitLog:
     def unwatch(self, wake: Callable[[], None]) -> None:
         if wake in self._wakers:
             self._wakers.remove(wake)
+
+
+def _marks(partition: Partition) -> Watermarks:
+    return Watermarks(partition.low, partition.high)
 
 
 class MemoryLogReader:
@@ -155,8 +163,11 @@ class MemoryLogReader:
         return []
 
     def _accept(self) -> None:
+        partitions = self._log._partitions
         for cursor in self._cursors.hungry():
-            held = self._log.partition(cursor.partition)
+            held = partitions.get(cursor.partition, EMPTY)
+            if cursor.fetch_at == held.low + len(held.records):
+                continue  # nothing new, as in nearly all partitions at any time
             cursor.check_end(held.high)
             start = max(0, cursor.fetch_at - held.low)
             cursor.accept(Offset(held.low + start), held.records[start:])
@@ -166,7 +177,7 @@ class MemoryLogReader:
             self._waiter.set_result(None)
 
     def pause(self, partition: SlotId) -> None:
-        self._cursors.by_partition[partition].is_paused = True
+        self._cursors.by_partition[partition].pause()
 
     def resume(self, partition: SlotId) -> None:
         self._cursors.by_partition[partition].is_paused = False

@@ -15,6 +15,10 @@ reader does not go on behind it, and **goes on in all others**: a reply is taken
 a question that the server refuses for one key is asked again key by key. Who paused the partition is not told
 again.
 
+Nothing is fetched while there is something to hand out, and a fetch asks for so few entries, of so few
+partitions in turn, that its answer weighs no more than a batch (`ReadAhead`). A block asks all partitions,
+since each may be the next to grow, for one entry each at least.
+
 A reply is accepted only where the cursor still stands where it stood when the question was asked. When the
 server dies, `next_batch` raises the store's error; calling it again goes on at the same place.
 """
@@ -22,19 +26,17 @@ server dies, `next_batch` raises the store's error; calling it again goes on at 
 import asyncio
 import struct
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from qim.adapters.commitlog_cursor import Cursor, Cursors
+from qim.adapters.commitlog_cursor import Cursor, Cursors, ReadAhead
 from qim.errors import EntryUnreadable, LogError, PartitionStopped, StoreBroken, StoreError
 from qim.ids import Offset, SlotId
-from qim.limits import LOG_SWEEP_INTERVAL_MS, STORE_TIMEOUT_MS
+from qim.limits import LOG_READ_BYTES_MAX, LOG_SWEEP_INTERVAL_MS, STORE_TIMEOUT_MS
 from qim.ports import LogRecord
 
 if TYPE_CHECKING:
     from qim.adapters.commitlog_redis import RedisCommitLog
 
-FETCH_ENTRIES_MAX: Final = 8
-"""Stream entries per partition and fetch; one may hold a whole batch, so few are enough."""
 assert LOG_SWEEP_INTERVAL_MS * 2 < STORE_TIMEOUT_MS, "a blocking read must end before the pipe gives it up"
 
 _LENGTH = struct.Struct(">I")
@@ -64,8 +66,9 @@ class RedisLogReader:
     def __init__(self, log: "RedisCommitLog", positions: Mapping[SlotId, Offset]) -> None:
         self._log = log
         self._cursors = Cursors(positions)
-        self._stale: set[SlotId] = set()
-        """Partitions that the server knows more of."""
+        self._ahead = ReadAhead(LOG_READ_BYTES_MAX)
+        self._stale: dict[SlotId, None] = {}
+        """Partitions that the server knows more of, in the order in which they are asked."""
         self._ends: dict[SlotId, Offset] = {}
         """Where the last sweep saw the ends of those partitions."""
         self._is_sweep_due = True
@@ -97,18 +100,18 @@ class RedisLogReader:
         return []
 
     def pause(self, partition: SlotId) -> None:
-        self._cursors.by_partition[partition].is_paused = True
+        self._cursors.by_partition[partition].pause()
 
     def resume(self, partition: SlotId) -> None:
         cursor = self._cursors.by_partition[partition]
         if cursor.is_paused:
             cursor.is_paused = False
-            self._stale.add(partition)
+            self._stale[partition] = None
             self._wake()
 
     def seek(self, partition: SlotId, position: Offset) -> None:
         self._cursors.by_partition[partition].seek(position)
-        self._stale.add(partition)
+        self._stale[partition] = None
         self._is_sweep_due = True
         self._wake()
 
@@ -154,25 +157,31 @@ class RedisLogReader:
             for first, records in chunks:
                 cursor.accept(first, records)
             if not chunks:
-                self._stale.add(cursor.partition)
+                self._stale[cursor.partition] = None
 
     async def _fetch(self) -> None:
-        asked = [_ask(cursor) for cursor in self._cursors.hungry() if cursor.partition in self._stale]
+        hungry = {cursor.partition: cursor for cursor in self._cursors.hungry()}
+        turn = [partition for partition in self._stale if partition in hungry][: self._ahead.entries]
+        count = self._ahead.per_partition(len(turn))
+        asked = [_ask(hungry[partition]) for partition in turn]
+        for partition in turn:  # to the end: the next question begins with others
+            del self._stale[partition]
+            self._stale[partition] = None
         try:
-            reply = await self._read(asked)
+            reply = await self._read(asked, count)
         except StoreBroken as error:
             if len(asked) == 1:
                 raise self._unreadable(asked[0][0], error) from error
-            await self._fetch_apart(asked)
+            await self._fetch_apart(asked, count)
         else:
-            self._accept(asked, reply)
+            self._accept(asked, reply, count)
 
-    async def _fetch_apart(self, asked: Asked) -> None:
+    async def _fetch_apart(self, asked: Asked, count: int) -> None:
         """The server refuses a question for the fault of one key: asked one by one, only that one fails."""
         stopped: PartitionStopped | None = None
         for one in asked:
             try:
-                self._accept([one], await self._read([one]))
+                self._accept([one], await self._read([one], count), count)
             except PartitionStopped as error:
                 stopped = stopped or error
             except StoreBroken as error:
@@ -180,10 +189,8 @@ class RedisLogReader:
         if stopped is not None:
             raise stopped
 
-    def _read(self, asked: Asked) -> Awaitable[Any]:
-        return self._log.pipe.command(
-            "XREAD", "COUNT", FETCH_ENTRIES_MAX, "STREAMS", *self._keys_and_ids(asked)
-        )
+    def _read(self, asked: Asked, count: int) -> Awaitable[Any]:
+        return self._log.pipe.command("XREAD", "COUNT", count, "STREAMS", *self._keys_and_ids(asked))
 
     def _unreadable(self, cursor: Cursor, error: Exception) -> EntryUnreadable:
         partition = cursor.partition
@@ -198,8 +205,8 @@ class RedisLogReader:
         pipe = await self._log.connect_reader()
         self._blocking = True
         pipe.submit(
-            ("XREAD", "COUNT", FETCH_ENTRIES_MAX, "BLOCK", LOG_SWEEP_INTERVAL_MS, "STREAMS",
-             *self._keys_and_ids(asked)),
+            ("XREAD", "COUNT", self._ahead.per_partition(len(asked)), "BLOCK", LOG_SWEEP_INTERVAL_MS,
+             "STREAMS", *self._keys_and_ids(asked)),
             lambda reply: self._on_blocked(asked, reply),
         )  # fmt: skip
 
@@ -208,38 +215,43 @@ class RedisLogReader:
         try:
             if isinstance(reply, StoreError):
                 raise reply
-            self._accept(asked, reply, marks_stale=False)
+            self._accept(asked, reply)
         except StoreBroken:
             # One of many keys; the questions that do not wait find out which.
-            self._stale.update(cursor.partition for cursor, _, _ in asked)
+            self._stale.update((cursor.partition, None) for cursor, _, _ in asked)
         except (StoreError, LogError) as error:
             self._error = error
         self._wake()
 
-    def _accept(self, asked: Asked, reply: Any, *, marks_stale: bool = True) -> None:  # noqa: ANN401 - decoded here
+    def _accept(self, asked: Asked, reply: Any, count: int = 0) -> None:  # noqa: ANN401 - decoded here
+        """`count`: of how many entries per partition was asked, so that fewer are all; 0: somebody waited."""
         found = dict(reply or ())
+        largest = 0
         stopped: PartitionStopped | None = None
         for cursor, turns, offset in asked:
             entries = found.get(self._log.keys[cursor.partition], ())
             if cursor.turns != turns or cursor.fetch_at != offset:
                 continue
-            if marks_stale and len(entries) < FETCH_ENTRIES_MAX:
-                self._stale.discard(cursor.partition)
+            if len(entries) < count:
+                self._stale.pop(cursor.partition, None)
             try:
-                if marks_stale and not entries:
+                if count and not entries:
                     cursor.check_rest(self._ends.get(cursor.partition, offset))
                 for entry in entries:
                     cursor.accept(*unpack_entry(entry))
+                    largest = max(largest, len(entry[1][3]))
             except (ValueError, TypeError, IndexError, struct.error) as error:
                 stopped = self._refusal(cursor, self._unreadable(cursor, error)) or stopped
             except PartitionStopped as error:
                 stopped = self._refusal(cursor, error) or stopped
+        if largest:
+            self._ahead.note(largest)
         if stopped is not None:
             raise stopped
 
     def _refusal(self, cursor: Cursor, error: PartitionStopped) -> PartitionStopped | None:
         """What stands in front of the bad place is handed out first: who is told stands right before it."""
-        self._stale.add(cursor.partition)
+        self._stale[cursor.partition] = None
         return None if cursor.buffer else error
 
     async def _sweep(self) -> None:
@@ -261,7 +273,7 @@ class RedisLogReader:
                 except PartitionStopped as error:
                     stopped = stopped or error
             elif end > cursor.fetch_at:
-                self._stale.add(cursor.partition)
+                self._stale[cursor.partition] = None
                 self._ends[cursor.partition] = end
         if stopped is not None:
             raise stopped

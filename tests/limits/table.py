@@ -119,6 +119,11 @@ BOUNDS: Final[dict[str, Bound]] = {
         "the oldest goes, its reader fetches it from the server",
         (f"{STORES}test_a_reader_behind_a_full_tail_gets_every_record",),
     ),
+    "LOG_READ_BYTES_MAX": Bound(
+        "fewer entries are fetched, of fewer partitions at once, in turn",
+        (f"{STORES}test_what_a_reader_fetches_ahead_weighs_no_more_than_a_batch",
+         f"{STORES}test_entries_larger_than_the_bound_are_read_one_by_one_and_no_partition_starves"),
+    ),
     "STORE_INFLIGHT_COMMANDS_MAX": Bound(
         "refused before anything is written",
         (f"{STORES}test_a_pipe_with_too_many_commands_refuses_the_next_and_goes_on",),
@@ -190,7 +195,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
     STEP: (
         "WRITER_BATCH_MESSAGES_MAX", "WRITER_BATCH_BYTES_MAX", "SCRIPT_RUN_ITEMS_MAX",
         "HISTORY_QUERIES_PER_CALL_MAX", "FANOUT_BATCH_RECORDS_MAX", "MAILBOX_BATCH_RECORDS_MAX",
-        "FUSED_RUN_ENTRIES_MAX", "APPEND_ENTRIES_MAX", "PRESENCE_READS_MAX", "LOG_READ_BYTES_MAX",
+        "FUSED_RUN_ENTRIES_MAX", "APPEND_ENTRIES_MAX", "PRESENCE_READS_MAX",
     ),
     TIME: (
         "TLS_HANDSHAKE_TIMEOUT_MS", "AUTH_TIMEOUT_MS", "PING_INTERVAL_MS", "CONNECTION_SILENCE_MS_MAX",
@@ -234,7 +239,7 @@ PER_SLOT = "SLOTS"
 OF_CODE = "as many as the code has"
 HOLDERS: Final[dict[str, str]] = {
     # --- adapters ---
-    "qim/adapters/commitlog_cursor.py Cursor.buffer": "FETCH_ENTRIES_MAX",
+    "qim/adapters/commitlog_cursor.py Cursor.buffer": "LOG_READ_BYTES_MAX",
     "qim/adapters/commitlog_reader.py RedisLogReader._stale": PER_SLOT,
     "qim/adapters/commitlog_reader.py RedisLogReader._ends": PER_SLOT,
     "qim/adapters/commitlog_tail.py LogTail._ages": "LOG_TAIL_BYTES_MAX",
