@@ -31,7 +31,7 @@ help:
 	@echo 'make test       every test that belongs to every change'
 	@echo 'make test-fast  unit, wire, property and style tests'
 	@echo 'make test-long  the rows that take minutes'
-	@echo 'make mutants    break the code on purpose and see that the tests notice; minutes. ARGS="NAME --json"'
+	@echo 'make mutants    break the code on purpose and see that the tests notice; minutes. ARGS="NAME --long --json"'
 	@echo 'make matrix     which medium may carry messages after an acknowledgement; for example ARGS="--json E2a"'
 	@echo 'make prove      a minute of load and random faults, then the verdict; ARGS="--seconds 60 --seed 7 --json"'
 	@echo 'make simulate   seeded simulation; for example SEEDS=20000 or ARGS="--json"'

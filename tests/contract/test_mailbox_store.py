@@ -276,7 +276,7 @@ async def test_held_entries_are_confirmed_only_by_their_exact_number(medium: Med
     assert [seq for seq, _ in above.entries] == [3, 5, 7]
 
 
-@pytest.mark.shows("M9")
+@pytest.mark.shows("M9", "F-39")
 async def test_a_cursor_above_w_is_told_to_rebuild(medium: Medium) -> None:
     await put(medium.store, write_of(1))
     page = await page_of(medium.store, after=2)

@@ -194,7 +194,7 @@ async def test_a_refusal_consumes_no_sequence_and_writes_nothing(store_server: S
         assert await picture(server.pipe) == before
 
 
-@pytest.mark.shows("C7", "X16")
+@pytest.mark.shows("C7", "X16", "F-05")
 async def test_a_stale_owner_is_told_and_writes_nothing(store_server: StoreServer) -> None:
     async with opened(store_server) as server, opened_other(store_server):
         before = await picture(server.pipe)

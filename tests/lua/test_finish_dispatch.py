@@ -43,7 +43,7 @@ async def test_a_finish_is_completion_and_w_together_and_is_safe_to_repeat(opene
     assert await contents(pipe) == before
 
 
-@pytest.mark.shows("M4", "M6")
+@pytest.mark.shows("M4", "M6", "F-05")
 async def test_not_begun_another_digest_gap_and_stale_owner_move_nothing(opened: Opened) -> None:
     pipe, store = opened
     assert await store.finish_dispatch(write_of(1), W0) is Materialised.GAP

@@ -201,7 +201,7 @@ async def test_the_highest_outbox_offset_is_remembered_and_never_falls(store_ser
         assert await store.load_outbox_seen([commits[0].partition]) == {3: 7}
 
 
-@pytest.mark.shows("C6")
+@pytest.mark.shows("C6", "F-05")
 async def test_a_stale_owner_is_told_item_by_item_and_moves_nothing(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, pipe):
         (commit,) = await recorded(store, 1)

@@ -149,7 +149,7 @@ async def test_a_dispatch_begun_on_the_general_path_is_left_to_it(opened: Opened
     assert await watermark(store) == 0
 
 
-@pytest.mark.shows("M4")
+@pytest.mark.shows("M4", "F-05")
 async def test_a_stale_owner_writes_nothing_and_does_not_fail_the_shards_it_still_owns(
     opened: Opened, store_server: StoreServer
 ) -> None:

@@ -97,7 +97,7 @@ async def test_a_page_ends_at_its_bytes_but_always_holds_one_record(store_server
         assert seqs_of(await page_of(store, bytes_max=32 + 30)) == [10]
 
 
-@pytest.mark.shows("X5")
+@pytest.mark.shows("X5", "F-04")
 async def test_nothing_above_the_visible_head_is_shown(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, _):
         items = [reservation(key_of(number)) for number in range(4)]

@@ -126,7 +126,7 @@ async def test_the_same_key_twice_in_a_run_meets_its_earlier_twin(store_server: 
         assert results[1].record == one.record
 
 
-@pytest.mark.shows("C7", "X16")
+@pytest.mark.shows("C7", "X16", "F-05")
 async def test_a_stale_owner_is_told_item_by_item_and_consumes_no_sequence(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, pipe):
         async with opened_other(store_server, slots=[SLOT]) as _:

@@ -2,7 +2,8 @@
 
 A guarantee is worth what its test is worth, and a test that passes whatever the code does is worth nothing.
 Each mutant here is one small change that breaks a promise, with the ids of the promises that it breaks and
-the cheapest tests that must turn red. `python -m tests.mutants` proves all of them on copies of the tree.
+the cheapest tests that must turn red. `python -m tests.mutants` proves them on copies of the tree, with
+`--long` the slow ones too.
 
     model.py        what a mutant is, how it is applied, what counts as caught
     catalogue.py    all of them, by id; the ids that no mutant can break, each with its reason

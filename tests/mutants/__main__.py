@@ -1,4 +1,9 @@
-"""`python -m tests.mutants [NAME…] [--json] [--jobs N] [--list]`: breaks the code and sees that tests notice.
+"""`python -m tests.mutants [NAME…] [--long] [--json] [--jobs N] [--list]`: breaks the code on purpose.
+
+It sees that the tests notice, on copies of the tree.
+
+Without names all are run but the long ones, which take a minute each or need strace and a compiler; `--long`
+runs those too.
 
 Exit code 0: every mutant was caught, and with all of them run every required id was turned red. 1: one
 survived, did not apply or came to no verdict. 2: the tests are not green on the unbroken code, or a name is
@@ -53,13 +58,15 @@ def build_json(results: Iterable[Result]) -> str:
     return json.dumps(rows, indent=2)
 
 
-def choose(names: Sequence[str]) -> list[Mutant]:
-    """The named mutants, all without a name. Raises SystemExit for a name that nobody has."""
+def choose(names: Sequence[str], *, with_long: bool = False) -> list[Mutant]:
+    """The named mutants, without a name all that are wanted. Raises SystemExit for a name that nobody has."""
     unknown = sorted(set(names) - {mutant.name for mutant in ALL})
     if unknown:
         sys.stderr.write(f"no such mutant: {', '.join(unknown)}; --list shows all\n")
         raise SystemExit(2)
-    return [mutant for mutant in ALL if not names or mutant.name in names]
+    if names:
+        return [mutant for mutant in ALL if mutant.name in names]
+    return [mutant for mutant in ALL if with_long or not mutant.is_long]
 
 
 def run(mutants: Sequence[Mutant], *, jobs: int, progress: bool) -> list[Result]:
@@ -83,7 +90,11 @@ def conclude(results: Sequence[Result]) -> tuple[bool, str]:
     words = [f"{len(caught)} of {len(results)} mutants were caught"]
     if bad:
         words.append(f"not caught: {', '.join(bad)}")
-    missing = unproved_ids(caught) if len(results) == len(ALL) else []
+    left_out = [mutant for mutant in ALL if mutant.is_long and mutant not in caught]
+    is_whole = len(results) >= len(choose(()))
+    missing = unproved_ids([*caught, *left_out]) if is_whole else []
+    if is_whole and len(results) < len(ALL):
+        words.append(f"{len(ALL) - len(results)} long ones left out (--long)")
     if missing:
         words.append(f"turned red by no mutant: {', '.join(missing)}")
     return not bad and not missing, "; ".join(words)
@@ -92,11 +103,12 @@ def conclude(results: Sequence[Result]) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Break the code on purpose.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutants")
+    parser.add_argument("--long", action="store_true", help="those too that take a minute or need tools")
     parser.add_argument("--json", action="store_true", help="print the results as JSON at the end")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="mutants side by side")
     parser.add_argument("--list", action="store_true", help="name every mutant and what it breaks")
     arguments = parser.parse_args()
-    mutants = choose(arguments.names)
+    mutants = choose(arguments.names, with_long=arguments.long or arguments.list)
     if arguments.list:
         say("\n".join(f"{mutant.name:<{NAME_WIDTH}} {mutant.breaks}" for mutant in mutants))
         return 0

@@ -11,11 +11,15 @@ from tests.mutants.model import Mutant, names_by_id
 from tests.mutants.of_client import OF_CLIENT
 from tests.mutants.of_edges import OF_EDGES
 from tests.mutants.of_fanout import OF_FANOUT
+from tests.mutants.of_faults import OF_FAULTS
+from tests.mutants.of_field import OF_FIELD
 from tests.mutants.of_mailbox import OF_MAILBOX
 from tests.mutants.of_one_step import OF_ONE_STEP
 from tests.mutants.of_writer import OF_WRITER
 
-ALL: Final[tuple[Mutant, ...]] = OF_WRITER + OF_ONE_STEP + OF_FANOUT + OF_MAILBOX + OF_CLIENT + OF_EDGES
+ALL: Final[tuple[Mutant, ...]] = (
+    *OF_WRITER, *OF_ONE_STEP, *OF_FANOUT, *OF_MAILBOX, *OF_CLIENT, *OF_EDGES, *OF_FAULTS, *OF_FIELD,
+)  # fmt: skip
 
 WITHOUT_MUTANT: Final[Mapping[str, str]] = {}
 """Id → why no small change of the code can break it."""

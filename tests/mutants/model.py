@@ -59,6 +59,8 @@ class Mutant(NamedTuple):
     tests: tuple[str, ...]
     """`file::function`, with parameters where one of many is enough: the cheapest that must notice, each."""
     changes: tuple[Change, ...]
+    is_long: bool = False
+    """A minute of its own, or a tool that a bare machine may lack; a plain run leaves it out."""
 
     def apply(self, tree: Path) -> None:
         """Breaks the copy of the project there. Raises DoesNotApplyError before anything is written."""

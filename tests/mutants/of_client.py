@@ -89,7 +89,7 @@ OF_CLIENT: Final = (
     Mutant(
         "page-and-cursor-in-two-transactions",
         "The cursor is written in a transaction of its own behind the messages of its page.",
-        ("K2",),
+        ("K2", "F-37"),
         (f"{_STORE}test_messages_and_cursor_are_one_transaction",),
         (
             Change(
@@ -193,7 +193,7 @@ OF_CLIENT: Final = (
     Mutant(
         "ordinals-reused",
         "A block of ordinals is used without having been reserved: another process gets the same.",
-        ("K6",),
+        ("K6", "F-37"),
         (
             f"{_STORE}test_ordinals_are_reserved_before_use_and_never_again_after_a_rollback",
             f"{_STORE}test_two_handles_on_one_file_never_share_an_ordinal_and_never_see_a_lock",

@@ -206,8 +206,11 @@ OF_EDGES: Final = (
     Mutant(
         "everysec-accepted",
         "A store that keeps acknowledged writes in memory for two seconds is used without a word.",
-        ("C10",),
-        ("tests/unit/test_guard_rules.py::test_each_setting_is_named_with_found_wanted_and_remedy",),
+        ("C10", "F-09", "X8"),
+        (
+            "tests/unit/test_guard_rules.py::test_each_setting_is_named_with_found_wanted_and_remedy",
+            "tests/rows/test_start_guards.py::test_each_guard_of_a_store_refuses_the_start[appendfsync]",
+        ),
         (
             Change(
                 "qim/domain/guards.py",
@@ -258,7 +261,7 @@ OF_EDGES: Final = (
     Mutant(
         "silent-connection-kept",
         "A connection whose peer has gone stays open for ever.",
-        ("F-42",),
+        ("F-42", "O13"),
         (f"{_DEFENCES}test_a_silent_connection_is_dead_and_a_pinging_one_lives",),
         (
             Change(
@@ -271,7 +274,7 @@ OF_EDGES: Final = (
     Mutant(
         "late-end-removes-the-new-session",
         "The late end of a dead connection takes the session of the same device with it that came since.",
-        ("F-42",),
+        ("F-42", "O13"),
         (f"{_PRESENCE}test_the_late_end_of_an_old_session_does_not_remove_the_new_one",),
         (
             Change(

@@ -22,7 +22,7 @@ OF_MAILBOX: Final = (
     Mutant(
         "fused-epoch-unchecked",
         "A paused former owner of a shard goes on writing entries and W.",
-        ("M4",),
+        ("M4", "F-05"),
         (f"{_RUNS}test_a_stale_owner_writes_nothing_and_does_not_fail_the_shards_it_still_owns",),
         (
             Change(
@@ -35,7 +35,7 @@ OF_MAILBOX: Final = (
     Mutant(
         "general-epoch-unchecked",
         "A paused former owner of a shard finishes dispatches and moves W.",
-        ("M4",),
+        ("M4", "F-05"),
         (
             "tests/lua/test_finish_dispatch.py::test_not_begun_another_digest_gap_and_stale_owner_move_nothing",
         ),
@@ -352,7 +352,7 @@ OF_MAILBOX: Final = (
     Mutant(
         "cursor-above-w-without-rebuild",
         "A cursor of a lost store is answered with an empty page, for ever.",
-        ("M9",),
+        ("M9", "F-39"),
         ("tests/contract/test_mailbox_store.py::test_a_cursor_above_w_is_told_to_rebuild",),
         (Change("lua/read_mailbox.lua", "if after < floor or after > w then", "if after < floor then"),),
     ),

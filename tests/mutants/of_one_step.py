@@ -6,6 +6,10 @@ from tests.mutants.model import Change, Mutant
 
 _TESTS: Final = "tests/lua/test_commit_messages.py::"
 _LUA: Final = "lua/commit_messages.lua"
+_HOLE: Final = (
+    "tests/field/test_commit_order.py"
+    "::test_what_is_committed_behind_a_hole_waits_in_history_and_passes_nobodys_cursor"
+)
 
 OF_ONE_STEP: Final = (
     Mutant(
@@ -34,7 +38,7 @@ OF_ONE_STEP: Final = (
     Mutant(
         "one-step-epoch-unchecked",
         "A paused former owner of a slot goes on committing in one step.",
-        ("C7", "X16"),
+        ("C7", "X16", "F-05"),
         (f"{_TESTS}test_a_stale_owner_is_told_and_writes_nothing",),
         (
             Change(
@@ -47,8 +51,11 @@ OF_ONE_STEP: Final = (
     Mutant(
         "one-step-over-a-hole",
         "A commit in one step moves the visible head over a message that is not durable yet.",
-        ("C7", "X5"),
-        (f"{_TESTS}test_an_unfinished_message_sends_its_conversation_the_long_way_and_no_other",),
+        ("C7", "X5", "F-04", "O05"),
+        (
+            f"{_TESTS}test_an_unfinished_message_sends_its_conversation_the_long_way_and_no_other",
+            f"{_HOLE}[stalled]",
+        ),
         (Change(_LUA, "offset >= 0 and n == h and n or -1", "offset >= 0 and n or -1"),),
     ),
     Mutant(
@@ -56,7 +63,7 @@ OF_ONE_STEP: Final = (
         "Messages are committed in one step although the Outbox and its counter do not fit together.",
         (),
         (f"{_TESTS}test_an_outbox_that_contradicts_its_counter_is_left_to_the_long_way",),
-        (Change(_LUA, "(offset or 0) or -1 --", "(offset or 0) or 0 --"),),
+        (Change(_LUA, "then offset = -1 end -- append_log", "then offset = offset + 0 end -- append_log"),),
     ),
     Mutant(
         "one-step-window-shortened",

@@ -226,7 +226,7 @@ OF_WRITER: Final = (
     Mutant(
         "reserve-epoch-unchecked",
         "A paused former owner of a slot goes on giving out sequences.",
-        ("C7", "X16"),
+        ("C7", "X16", "F-05"),
         (f"{_RESERVE}test_a_stale_owner_is_told_item_by_item_and_consumes_no_sequence",),
         (
             Change(
@@ -299,7 +299,7 @@ OF_WRITER: Final = (
     Mutant(
         "mark-epoch-unchecked",
         "A paused former owner of a slot goes on committing.",
-        ("C6",),
+        ("C6", "F-05"),
         (f"{_MARK}test_a_stale_owner_is_told_item_by_item_and_moves_nothing",),
         (
             Change(
@@ -319,7 +319,7 @@ OF_WRITER: Final = (
     Mutant(
         "recorded-shown-in-history",
         "History shows messages that are not durable yet.",
-        ("X5",),
+        ("X5", "F-04"),
         ("tests/lua/test_read_history.py::test_nothing_above_the_visible_head_is_shown",),
         (
             Change(

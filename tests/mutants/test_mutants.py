@@ -30,7 +30,7 @@ from tests.mutants.runner import ControlError, Result, base_copy, check_control,
 from tests.mutants.tree import ROOT
 from tests.mutants.witness import find_strays
 
-KNOWN_ID = re.compile(r"(?:[ACFGHKMSXT]\d{1,2}|F-\d\d)\Z")
+KNOWN_ID = re.compile(r"(?:[ACFGHKMOSTX]\d{1,2}|F-\d\d)\Z")
 CHEAP = ("one-server-in-two-files", "cut-header-unchecked", "w-over-a-gap")
 TEST = "tests/unit/client/test_account.py::test_one_server_written_in_several_ways_is_one_scope"
 every_mutant = pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
@@ -173,6 +173,10 @@ def test_a_change_applies_to_one_place_or_says_why_not(tmp_path: Path) -> None:
 def test_a_run_of_all_mutants_is_good_only_when_each_required_id_turned_red() -> None:
     caught = [Result(mutant, Verdict.CAUGHT, "", 0.0) for mutant in ALL]
     assert conclude(caught)[0]
+    quick = [result for result in caught if not result.mutant.is_long]
+    assert conclude(quick)[0]
+    assert "long ones left out" in conclude(quick)[1]
+    assert "left out" not in conclude(quick[1:])[1], "a run of some says nothing of the rest"
     survived = [caught[0]._replace(verdict=Verdict.SURVIVED), *caught[1:]]
     assert not conclude(survived)[0]
     with pytest.raises(SystemExit):

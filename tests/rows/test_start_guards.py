@@ -119,7 +119,7 @@ async def ask(stores: Stores) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.shows("X8")
+@pytest.mark.shows("X8", "F-09")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 async def test_each_guard_of_a_store_refuses_the_start(row: Row, stores: Stores, figures: Figures) -> None:
     await row.breaks(stores)

@@ -1,9 +1,9 @@
 """One Valkey or Redis process for tests: start, kill -9, stop, restart, on a Unix socket.
 
-The settings are those that the start-up guards of qim demand: every write is flushed before it is answered,
-and nothing is evicted. So a test may kill the server without warning and expect every answered write back.
-The server listens on no port and keeps its data in the folder it was given, which the caller (usually
-`tmp_path`) removes.
+The settings are those that the start-up guards of qim demand, read from there: every write is flushed before
+it is answered, and nothing is evicted. So a test may kill the server without warning and expect every
+answered write back. The server listens on no port and keeps its data in the folder it was given, which the
+caller (usually `tmp_path`) removes.
 
 The process gets the parent-death signal, so that a killed test run leaves no server behind; `stop` waits for
 the exit, so that a restart never finds the append-only file locked or half written by its predecessor.
@@ -25,15 +25,12 @@ from typing import Final
 
 import pytest
 
+from qim.domain.guards import REQUIRED_SETTINGS
 from tests.waiting import eventually
 
 DURABLE_SETTINGS: Final[Mapping[str, str]] = {
-    "appendonly": "yes",
-    "appendfsync": "always",
-    "no-appendfsync-on-rewrite": "no",
-    "maxmemory-policy": "noeviction",
+    **REQUIRED_SETTINGS,
     "save": "",
-    "io-threads": "1",
     "port": "0",
     "daemonize": "no",
 }

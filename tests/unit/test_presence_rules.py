@@ -67,7 +67,7 @@ def test_a_repeated_announcement_changes_nothing() -> None:
     assert len(table) == 1
 
 
-@pytest.mark.shows("F-42")
+@pytest.mark.shows("F-42", "O13")
 def test_the_late_end_of_an_old_session_does_not_remove_the_new_one() -> None:
     table = PresenceTable()
     table.announce(session(1), repeated=False)

@@ -162,6 +162,7 @@ async def test_a_cancelled_waiter_never_shifts_the_replies_behind_it(tmp_path: P
         assert two.cancelled()
 
 
+@pytest.mark.shows("F-16", "F-23")
 async def test_a_time_out_closes_the_connection_and_all_in_flight_is_unknown(tmp_path: Path) -> None:
     clock = ManualClock()
     async with scripted(tmp_path, lambda _: None, clock=clock) as (server, pipe):
@@ -232,6 +233,7 @@ async def test_a_pipe_that_is_not_connected_refuses_at_once(tmp_path: Path) -> N
     await pipe.close()
 
 
+@pytest.mark.shows("F-16")
 async def test_too_much_in_flight_is_refused_and_the_rest_goes_on(tmp_path: Path) -> None:
     async with scripted(tmp_path, echo) as (_, pipe):
         futures = [pipe.command("A", number) for number in range(STORE_INFLIGHT_COMMANDS_MAX + 2)]

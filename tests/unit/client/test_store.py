@@ -53,7 +53,7 @@ def cursor_of(path: Path) -> int:
         return int(connection.execute("SELECT value FROM meta WHERE key = 'cursor'").fetchone()[0])
 
 
-@pytest.mark.shows("K2")
+@pytest.mark.shows("K2", "F-37")
 async def test_messages_and_cursor_are_one_transaction(
     store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ async def test_messages_queued_around_a_renewal_are_kept_under_the_counter_of_th
     assert all(abs(ordinal - old) > 2 * ORDINAL_BLOCK for ordinal in new), "the old counter was used again"
 
 
-@pytest.mark.shows("K6")
+@pytest.mark.shows("K6", "F-37")
 async def test_ordinals_are_reserved_before_use_and_never_again_after_a_rollback(
     store: Store, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

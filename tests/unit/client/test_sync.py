@@ -197,6 +197,7 @@ def test_failures_back_off_exponentially_with_full_jitter_up_to_thirty_seconds()
     assert ceilings == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
+@pytest.mark.shows("O15")
 def test_the_hint_of_the_server_is_the_least_and_is_spread() -> None:
     reconnect = Reconnect()
     reconnect.on_end(lived_seconds=60.0)

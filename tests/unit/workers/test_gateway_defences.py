@@ -333,7 +333,7 @@ async def test_a_connection_without_a_log_in_ends_in_time() -> None:
         assert rig.metrics.auth_late == 1
 
 
-@pytest.mark.shows("F-42")
+@pytest.mark.shows("F-42", "O13")
 async def test_a_silent_connection_is_dead_and_a_pinging_one_lives() -> None:
     async with GatewayRig() as rig:
         silent, pinging = await rig.logged_in(), await rig.logged_in(user=BOB)
