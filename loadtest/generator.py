@@ -13,6 +13,7 @@ import asyncio
 import ssl
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from random import Random
 from typing import Final, cast
 
@@ -31,6 +32,7 @@ LOG_INS_AT_ONCE: Final = 32
 LOG_IN_SECONDS_MAX: Final = 30.0
 DRAIN_SECONDS_MAX: Final = 15.0
 PULL_SECONDS_MAX: Final = 5.0
+ECHO_SECONDS_MAX: Final = 1.0
 POLL_SECONDS: Final = 0.02
 
 
@@ -181,16 +183,19 @@ class Generator:
 
     async def settle(self) -> None:
         """Waits for what is on its way, then lets everybody pull once: what is missing then is lost."""
-        await self._until_settled(DRAIN_SECONDS_MAX)
-        if not self._ledger.is_settled:
+        ledger = self._ledger
+        await self._until(lambda: ledger.is_settled, DRAIN_SECONDS_MAX)
+        if not ledger.is_settled:
             for sock in self._sockets:
                 if sock.user.is_ready:
                     sock.write(sock.user.pull(self._clock.monotonic()))
-            await self._until_settled(PULL_SECONDS_MAX)
+            await self._until(lambda: ledger.is_settled, PULL_SECONDS_MAX)
+        # The server lets the last echoes wait for company that does not come any more.
+        await self._until(lambda: ledger.is_echoed, ECHO_SECONDS_MAX)
 
-    async def _until_settled(self, seconds: float) -> None:
+    async def _until(self, is_reached: Callable[[], bool], seconds: float) -> None:
         deadline = self._clock.monotonic() + seconds
-        while not self._ledger.is_settled and self._clock.monotonic() < deadline:
+        while not is_reached() and self._clock.monotonic() < deadline:
             self._sweep(self._clock.monotonic())
             await asyncio.sleep(POLL_SECONDS)
 

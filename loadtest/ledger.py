@@ -73,6 +73,11 @@ class Ledger:
         return self.answered == len(self.due) and self.missing == 0
 
     @property
+    def is_echoed(self) -> bool:
+        """Every accepted message has come back to its sender as an echo."""
+        return self._echoed >= self.accepted
+
+    @property
     def answered(self) -> int:
         return self.accepted + self.refusals.total()
 

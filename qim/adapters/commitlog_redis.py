@@ -100,9 +100,7 @@ class RedisCommitLog:
             for partition, first in known.items():
                 for at, index in enumerate(groups[partition], first):
                     offsets[index] = Offset(at)
-            self.note_appended(
-                {partition: (Offset(known[partition]), chunks[partition]) for partition in known}
-            )
+            self.note_appended({name: (Offset(first), chunks[name]) for name, first in known.items()})
             if len(known) < len(groups):
                 raise ValueError("the counter of a partition contradicts its stream")
             return True

@@ -123,6 +123,7 @@ class Transport(asyncio.Protocol):
         self._wake.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._socket = None  # Python 3.11.2 raises when a transport that has ended is aborted
         reason = str(exc) if exc else "the server closed the connection"
         self._end(ConnectionEnded(reason))
         if not self._lost.done():
@@ -174,12 +175,18 @@ class Transport(asyncio.Protocol):
         self._flush()
         if self._socket is None:
             return
-        self._socket.close()
+        if not self._socket.is_closing():
+            self._socket.close()
         try:
             async with asyncio.timeout(1.0):
                 await asyncio.shield(self._lost)
         except TimeoutError:
-            self._socket.abort()
+            self._abort_socket()
+
+    def _abort_socket(self) -> None:
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.abort()
 
     def _flush(self) -> None:
         if self._out and self._socket and self.failure is None:
@@ -190,6 +197,5 @@ class Transport(asyncio.Protocol):
         if self.failure is None:
             self.failure = failure
             self.connection.close()
-            if self._socket is not None:
-                self._socket.abort()
+            self._abort_socket()
         self._wake.set()
