@@ -113,12 +113,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._runnable.append(due)
         return due
 
-    def call_soon_threadsafe(  # type: ignore[override]
+    def call_soon_threadsafe(  # type: ignore[override]  # the same Due
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> Due:
         return self.call_soon(callback, *args, context=context)
 
-    def call_later(  # type: ignore[override]
+    def call_later(  # type: ignore[override]  # the same Due
         self,
         delay: float,
         callback: Callable[[Unpack[Ts]], object],
@@ -127,7 +127,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> Due:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def call_at(  # type: ignore[override]
+    def call_at(  # type: ignore[override]  # the same Due
         self,
         when: float,
         callback: Callable[[Unpack[Ts]], object],
