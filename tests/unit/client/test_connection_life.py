@@ -89,7 +89,8 @@ async def test_a_connection_that_ends_while_a_send_is_made_durable_does_not_end_
     await happens(lambda: client._running.work._chain.is_drained, what="the first drain")
     store, transport = client._running.store, client._running.work.transport
     assert transport is not None
-    mark_sent, waited = store.mark_sent, []
+    mark_sent = store.mark_sent
+    waited: list[Any] = []
 
     async def mark_sent_late(rows: Any) -> None:
         if not waited:

@@ -133,7 +133,8 @@ async def test_messages_queued_around_a_renewal_are_kept_under_the_counter_of_th
     after = [asyncio.ensure_future(queue(store, device)) for _ in range(ORDINAL_BLOCK + 1)]
     renewed, *cmids = await asyncio.gather(renewal, before, *after)
     assert renewed != device
-    ordinal_of = {row.client_message_id: row.ordinal for row in (await store.load(bound_device=None)).pending}
+    pending = (await store.load(bound_device=None)).pending
+    ordinal_of: dict[bytes, int] = {row.client_message_id: row.ordinal for row in pending}
     assert ordinal_of.keys() == set(cmids)
     old, *new = (ordinal_of[cmid] for cmid in cmids)
     assert all(abs(ordinal - old) > 2 * ORDINAL_BLOCK for ordinal in new), "the old counter was used again"
