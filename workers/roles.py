@@ -273,13 +273,14 @@ class Cursors:
         except StoreError:
             # The last numbers stay; that a store is away is said elsewhere.
             return
+        dispatched, delivered = roles.fanout.positions, roles.mailbox.positions
         for slot in self._slots:
             # A partition that cannot be read is told of as stopped; its last number stays.
             if slot in outbox:
-                position = roles.fanout.positions.get(slot, NOTHING_FINISHED)
+                position = dispatched.get(slot, NOTHING_FINISHED)
                 metrics.fanout_lag[slot] = outbox[slot].behind(position)
             if slot in dispatch:
-                position = roles.mailbox.positions.get(slot, NOTHING_FINISHED)
+                position = delivered.get(slot, NOTHING_FINISHED)
                 metrics.mailbox_lag[slot] = dispatch[slot].behind(position)
 
 

@@ -63,15 +63,20 @@ class ShownChecks:
         where = f"page of {page.user} after {page.after}"
         if page.covered_through < page.after and not page.rebuild:
             self._findings.add("mailbox", where, f"the cursor went back to {page.covered_through}")
-        if page.more and (not page.entries or page.entries[-1].mailbox_seq != page.covered_through):
-            self._findings.add("mailbox", where, "a full page does not end at its last entry")
         start = bisect_right(mailbox.seqs, page.after)
         end = bisect_right(mailbox.seqs, page.covered_through)
+        held = page.held_count
+        is_held_right = bool(held) and bisect_right(mailbox.seqs, page.held_through) - start == held
+        # A page that only confirms what the device holds ends there, and may know of more behind it.
+        confirms = is_held_right and not page.entries and page.covered_through == page.held_through
+        last = page.entries[-1].mailbox_seq if page.entries else None
+        if page.more and last != page.covered_through and not confirms:
+            self._findings.add("mailbox", where, "a full page does not end at its last entry")
         expected = mailbox.entries[start:end]
         if page.entries == expected:
             return
-        if page.held_count and bisect_right(mailbox.seqs, page.held_through) - start == page.held_count:
-            expected = mailbox.entries[start + page.held_count : end]
+        if is_held_right:
+            expected = mailbox.entries[start + held : end]
         if page.rebuild:  # older days are gone; what is shown must be right all the same
             shown = {entry.mailbox_seq for entry in page.entries}
             expected = [entry for entry in expected if entry.mailbox_seq in shown]

@@ -14,6 +14,7 @@ from tests.checker.history import (
     FileHistory,
     HistoryUnreadable,
     MemoryHistory,
+    Pull,
     Recorder,
     Send,
     Shown,
@@ -83,6 +84,32 @@ def test_a_page_that_says_rebuild_may_lack_what_is_gone() -> None:
 
 def test_a_page_that_says_rebuild_shows_nothing_wrong_all_the_same() -> None:
     assert _rebuilt(slice(0, 1), lambda shown: shown._replace(entry="0" * 16)) == ["corrupt"]
+
+
+def _confirmed(*, held_too_many: int = 0, covered_too_far: int = 0) -> list[str]:
+    """What a page violates that shows nothing, confirms what the device holds and says that there is more."""
+    copy = Copy(events_of(4), random.Random(4))
+    page = copy.pick(Pull, lambda pull: pull.type == "ok" and len(pull.entries) > 1 and not pull.held_count)
+    before = next(at for at, event in enumerate(copy.events) if event is page)
+    held = page.entries[: len(page.entries) // 2]
+    through = held[-1].mailbox_seq
+    asked = replace(page, held_through=through, held_count=len(held) + held_too_many)
+    confirms = replace(asked, entries=[], covered_through=through + covered_too_far, more=True)
+    rest = replace(page, after=confirms.covered_through, entries=page.entries[len(held) :])
+    copy.events[before : before + 1] = [confirms, rest]
+    return sorted(judge(MemoryHistory(copy.events)).counts)
+
+
+def test_a_page_that_only_confirms_what_is_held_may_say_that_there_is_more() -> None:
+    assert _confirmed() == []
+
+
+def test_a_page_that_confirms_what_is_not_there_is_seen() -> None:
+    assert _confirmed(held_too_many=1) == ["mailbox"]
+
+
+def test_a_page_without_entries_that_ends_elsewhere_and_says_more_is_seen() -> None:
+    assert _confirmed(covered_too_far=1) == ["mailbox"]
 
 
 # --- files -------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def sample(world: "World") -> history.Sample:
         if shard.watermark and world.setting.placement.mailbox_instance_of(slot) == _number(world, state)
     ]
     outbox = world.servers.outbox
-    ends = [(int(slot), int(part.high)) for slot, part in outbox._partitions.items() if part.high]
+    ends = sorted((int(slot), int(part.high)) for slot, part in outbox._partitions.items() if part.high)
     return history.Sample(world.book.t, "world", marks, ends)
 
 

@@ -4,20 +4,20 @@ import random
 import secrets
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import structlog
 
+from qim.client import sync
 from tests.checker.check import check
-from tests.checker.history import MemoryHistory, Pull
+from tests.checker.history import MemoryHistory
+from tests.simulation.device import give_back
 from tests.simulation.dump import dump
 from tests.simulation.loop import PROCESS, Stuck
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.schedule import Plan, draw_plan
 from tests.simulation.world import NotQuiet, World
-
-NOT_AT_ITS_END: Final = "a full page does not end at its last entry"
 
 
 class Outcome(NamedTuple):
@@ -33,21 +33,24 @@ class Outcome(NamedTuple):
     callbacks: int
 
 
-def run_seed(seed: int, *, mutant: str = "") -> Outcome:
+def run_seed(seed: int, *, mutant: str = "", with_trace: bool = True) -> Outcome:
     """One schedule; `mutant` names how the program is broken for it."""
     with MUTANTS[mutant]() if mutant else nullcontext():
-        return run_plan(draw_plan(seed))
+        return run_plan(draw_plan(seed), with_trace=with_trace)
 
 
-def run_plan(plan: Plan) -> Outcome:
+def run_plan(plan: Plan, *, with_trace: bool = True) -> Outcome:
     world = World(plan)
-    with _chance_from(plan.run_seed), _logs_to(world):
+    held = mock.patch.object(sync, "HELD_SECONDS", plan.held_seconds)
+    with _chance_from(plan.run_seed), _logs_to(world), held:
         try:
             violations = _judge(world)
         finally:
             finish(world)
+    events = world.book.events
+    trace = (*world.trace, *map(repr, events)) if with_trace else ()
     return Outcome(
-        plan.seed, tuple(violations), (*world.trace, *map(repr, world.book.events)), len(world.book.events),
+        plan.seed, tuple(violations), trace, len(events),
         world.struck, plan.sends, world.loop.time(), world.loop.callbacks,
     )  # fmt: skip
 
@@ -60,22 +63,8 @@ def _judge(world: World) -> list[str]:
     for event in dump(world):
         world.book.write(event)
     violations = [*world.mistakes, *(f"a callback raised: {raised}" for raised in world.loop.raised)]
-    violations += check_history(MemoryHistory(world.book.events))
+    violations += map(str, check(MemoryHistory(world.book.events)))
     return violations
-
-
-def check_history(found: MemoryHistory) -> list[str]:
-    """A page that only confirms what the device holds may say `more` without entries: the port says so."""
-    confirmed = {
-        f"page of {page.user} after {page.after}"
-        for page in found.events()
-        if isinstance(page, Pull) and page.held_count and page.covered_through == page.held_through
-    }
-    return [
-        str(violation)
-        for violation in check(found)
-        if violation.detail != NOT_AT_ITS_END or violation.where not in confirmed
-    ]
 
 
 def finish(world: World) -> None:
@@ -85,6 +74,8 @@ def finish(world: World) -> None:
         for pipe in server.pipes:
             pipe.is_over = True
     world.loop.end(world.processes)
+    for device in world.devices:
+        give_back(device.database)
     assert not world.loop.unended, world.loop.unended
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final, NamedTuple
 
+from qim.client.sync import HELD_SECONDS
 from qim.ids import TenantId
 from tests.simulation.faults import Rates
 
@@ -67,6 +68,8 @@ class Plan(NamedTuple):
     commit_failures: float
     client_delay: float
     slice_share: float
+    held_seconds: float
+    """How long devices hold pushes before a page confirms them; 10 in the SDK."""
     seconds: float
     run_seed: int
 
@@ -93,6 +96,8 @@ def draw_plan(seed: int) -> Plan:
         rates=_draw_rates(rng), commit_failures=rng.choice((0.0, 0.0, 0.0, 0.02)),
         client_delay=rng.choice((0.002, 0.01, 0.05)), slice_share=rng.choice((0.0, 0.0, 0.1)),
         seconds=seconds, run_seed=rng.getrandbits(64),
+        # Mostly sooner than the SDK would: pages then meet the faults, and the end is not spent on waiting.
+        held_seconds=rng.choice((0.5, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, HELD_SECONDS)),
     )  # fmt: skip
 
 
