@@ -235,9 +235,7 @@ OF_MAILBOX: Final = (
         ("X9",),
         (f"{_RUNS}test_the_same_dispatch_with_another_digest_stops_its_shard_and_no_other",),
         (
-            Change(
-                _FUSED, "local state, refused, moved = states[s], nil, nil", "local state, moved = states[s]"
-            ),
+            Change(_FUSED, "local state, refused, moved", "local state, _, moved"),
             Change(
                 _FUSED, "progress, moves, day_differs = {},", "progress, moves, day_differs, refused = {},"
             ),
