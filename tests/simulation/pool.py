@@ -7,11 +7,12 @@ of the pool runs one seed to be warm, then forks for every few seeds, and what t
 import gc
 import multiprocessing
 import os
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
+
+import msgspec
 
 from tests.simulation.run import Outcome, run_seed
 
@@ -82,13 +83,12 @@ def _run_part(work: tuple[Sequence[int], str]) -> list[Outcome]:
         data = answer.read()
     os.waitpid(child, 0)
     # A fork that raised has said nothing; here the same happens again, and is told of.
-    outcomes: list[Outcome] = pickle.loads(data) if data else _run_here(work)
-    return outcomes
+    return msgspec.msgpack.decode(data, type=list[Outcome]) if data else _run_here(work)
 
 
 def _run_forked(work: tuple[Sequence[int], str], writer: int) -> NoReturn:
     try:
-        data = pickle.dumps(_run_here(work))
+        data = msgspec.msgpack.encode(_run_here(work))
         with os.fdopen(writer, "wb") as answer:
             answer.write(data)
     finally:
