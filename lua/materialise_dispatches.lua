@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- The fused path: entries, completion and W of consecutive dispatch records of many shards, in one step.
--- Returns a letter per record: D written, d done before, S stale owner, G gap, M mismatch, O open, B behind a refused
--- one. When a shard's day is not the one its keys were made for, nothing is written: {TIME day, stored day per shard}.
+-- Returns a letter per record: D written, d done before, R repeat without an entry, S stale owner, G gap, M mismatch,
+-- O open, B behind a refused one. If a day is not that of its keys, nothing is written: {TIME day, day per shard}.
 -- KEYS: owner, mboxw, DP hash of the records' hour, then the mailbox key of each entry
 -- ARGV: life of the DP hash, of a mailbox day, of an ephemeral one (ms); plan; slot per shard; ids, DP values, entries.
 --       The plan packs numbers, because arguments are dear: shards u16, records u16; per shard epoch 8 B, expected W
@@ -14,24 +14,25 @@ local known = call('HMGET', KEYS[3], unpack(ARGV, ids_at + 1, ids_at + records))
 local today, r, key = math.floor(call('TIME')[1] / 86400), 0, 3
 local days, answers, seen, entries, progress, moves, day_differs = {}, {}, {}, {}, {}, {}, false
 for s = 1, shards do
-  local state, refused, moved = states[s], nil, nil
+  local state, refused, moved, w, base = states[s], nil, nil, nil, nil
   local epoch, expected, seq, day, count = struct.unpack('>c8I8I8I4H', plan, at + 30 * (s - 1))
-  local w, base, stored = struct.unpack('>I8I8I4', state or string.rep('\0', 20))
+  w, base, days[s] = struct.unpack('>I8I8I4', state or string.rep('\0', 20))
   local next_seq = state and w == expected and math.max(w + 1, base)
-  days[s] = stored
   if (owners[s] or ''):sub(1, 8) ~= epoch then refused = 'S'
-  elseif state and (stored < today or stored ~= day) then day_differs = true end
+  elseif state and (days[s] < today or days[s] ~= day) then day_differs = true end
   for _ = 1, count do
     r = r + 1
     local recipients, ephemeral, marks = struct.unpack('>BBH', plan, record_at + 4 * r - 4)
     local id, value, answer = ARGV[ids_at + r], ARGV[ids_at + records + r], refused or 'd'
     local old = seen[id] or known[r]
+    local stands_at = not refused and seq <= w and call('ZSCORE', KEYS[key + 1], ARGV[entry_at + r])
+    if stands_at and tonumber(stands_at) ~= seq then answer = 'R' end
     if not refused and seq > w then  -- at or below W it is done already
       if seq ~= next_seq then answer = 'G'
       elseif old and old:sub(1, 8) ~= value:sub(1, 8) then answer = 'M'
       elseif old and old:byte(9) == 111 then answer = 'O'
       else
-        moved, next_seq = id, seq + 1
+        moved, next_seq, answer = id, seq + 1, 'R'
         if not old then  -- otherwise a duplicate dispatch at a later offset: only W moves
           progress[#progress + 1], progress[#progress + 2], seen[id], answer = id, value, value, 'D'
           for k = key + 1, key + recipients do call('ZCARD', KEYS[k]) end  -- a wrong type fails here, unwritten
@@ -40,12 +41,11 @@ for s = 1, shards do
         end
       end
     end
-    if answer:upper() ~= 'D' then refused = answer == 'S' and 'S' or 'B' end
+    if not answer:find('[DdR]') then refused = answer == 'S' and 'S' or 'B' end
     answers[r], key, seq = answer, key + recipients, seq + 1
   end
-  if moved then
-    moves[#moves + 1], moves[#moves + 2] = ARGV[4 + s], struct.pack('>I8', next_seq - 1) .. state:sub(9, 36) .. moved
-  end
+  if moved then moves[#moves + 1], moves[#moves + 2] = ARGV[4 + s], struct.pack('>I8', next_seq - 1)
+      .. state:sub(9, 36) .. moved end
 end
 if day_differs then return {today, unpack(days)} end
 for _, e in ipairs(entries) do

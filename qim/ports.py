@@ -319,6 +319,8 @@ class MailboxWrite(NamedTuple):
 class Materialised(Enum):
     DONE = "done"
     """Entries are there once, W is at this record."""
+    REPEAT = "repeat"
+    """The fused path met a dispatch again: W is at or past this record, and no entry stands here."""
     STALE_OWNER = "stale_owner"
     GAP = "gap"
     """W is not where the caller believes; nothing of this record was written."""
@@ -366,8 +368,9 @@ class MailboxStore(SlotOwnership, Protocol):
         self, expected: Mapping[SlotId, MailboxSeq], writes: Sequence[MailboxWrite]
     ) -> Awaitable[list[Materialised]]:
         """The fused path: check, entries, completion, W, one step per run. `expected` is W before the call,
-        per slot; records of one slot are consecutive and in order. W already at or past a record: DONE; so a
-        run that overlaps what is done goes on behind it. Otherwise a W that is not the expected one is a GAP.
+        per slot; records of one slot are consecutive and in order. W already at or past a record: DONE or
+        REPEAT; so a run that overlaps what is done goes on behind it. Otherwise a W that is not the expected
+        one is a GAP.
         """
         ...
 

@@ -24,7 +24,7 @@ from qim.limits import APPEND_ENTRIES_MAX, BATCHES_IN_FLIGHT_MAX, MAILBOX_PERMIT
 from qim.ports import MailboxStore, MailboxWrite, Materialised
 from workers.failpoints import Failpoints
 from workers.shard_state import Delivery, Shard
-from workers.shards import Shards
+from workers.shards import PASSED, Shards
 
 log = get_logger()
 
@@ -62,7 +62,7 @@ class Serial:
         except StoreBroken as error:
             self._shards.stop(shard, shard.offset_of(write.mailbox_seq), write.dispatch_id, str(error))
             return
-        if outcome is not Materialised.DONE:
+        if outcome not in PASSED:
             self._shards.note_refused(shard, delivery, outcome)
             return
         if shard.queue:
@@ -71,7 +71,8 @@ class Serial:
         shard.alone = False
         self._shards.note_done([delivery])
         self._failpoints.hit("mailbox.finished")
-        self._shards.push([delivery])
+        if outcome is Materialised.DONE:
+            self._shards.push([delivery])
         self._failpoints.hit("mailbox.pushed")
 
     async def _materialise(self, write: MailboxWrite, watermark: MailboxSeq) -> Materialised:

@@ -47,6 +47,10 @@ RESUME_POLL_SECONDS: Final = 0.02
 """Only while a shard waits for its back-off to end."""
 
 
+PASSED: Final = frozenset({Materialised.DONE, Materialised.REPEAT})
+"""W is at the record or past it."""
+
+
 class Run(NamedTuple):
     """One fused call on its way."""
 
@@ -271,20 +275,21 @@ class Shards:
             self._room.release()
 
     async def _finish(self, run: Run) -> None:
-        done = run.deliveries
+        done = news = run.deliveries
         try:
             outcomes = await run.call
         except StoreError as error:
+            news = []
             done = []
             self._fail_run(run, error)
         else:
             if any(outcome is not Materialised.DONE for outcome in outcomes):
-                done = self._sort_out(run, outcomes)
+                done, news = self._sort_out(run, outcomes)
             if any(self.shards[delivery.write.slot].doubtful for delivery in done):
-                done = self._with_doubtful(done)
+                await self._tell_doubtful(done)
         self.note_done(done)
         self._failpoints.hit("mailbox.finished")
-        self.push(done)
+        self.push(news)
         self._failpoints.hit("mailbox.pushed")
         shards = self.shards
         for delivery in run.deliveries:
@@ -293,28 +298,50 @@ class Shards:
             if not shard.in_flight:
                 self._settle(shard)
 
-    def _sort_out(self, run: Run, outcomes: Sequence[Materialised]) -> list[Delivery]:
-        done = []
+    def _sort_out(self, run: Run, outcomes: Sequence[Materialised]) -> tuple[list[Delivery], list[Delivery]]:
+        """What W has passed, and what of it is told: where a repeat stands there is no entry."""
+        done, news = [], []
         for delivery, outcome in zip(run.deliveries, outcomes, strict=True):
             if outcome is Materialised.DONE:
                 done.append(delivery)
+                news.append(delivery)
+            elif outcome is Materialised.REPEAT:
+                done.append(delivery)
             else:
                 self.note_refused(self.shards[delivery.write.slot], delivery, outcome)
-        return done
+        return done, news
 
-    def _with_doubtful(self, done: list[Delivery]) -> list[Delivery]:
+    async def _tell_doubtful(self, done: Sequence[Delivery]) -> None:
         """A call behind one of unknown outcome was carried out: so that one was too, and is told first.
 
         Otherwise its entries would be passed over in silence, and the next push would name the wrong entry
-        before it.
+        before it. The store is asked once more what is a repeat. Where it does not say, the recipients are
+        not told, but their next push names a place that they do not know, which makes them pull.
         """
-        found = []
-        for delivery in done:
-            shard = self.shards[delivery.write.slot]
-            found += shard.doubtful
-            shard.doubtful.clear()
-            found.append(delivery)
-        return found
+        for slot in dict.fromkeys(delivery.write.slot for delivery in done):
+            shard = self.shards[slot]
+            doubtful, shard.doubtful = shard.doubtful, []
+            self.note_done(doubtful)
+            for part in rules.cut_runs(doubtful):
+                outcomes = await self._ask_again(shard, part)
+                if outcomes and PASSED.issuperset(outcomes):
+                    named = zip(part, outcomes, strict=True)
+                    self.push([delivery for delivery, outcome in named if outcome is Materialised.DONE])
+                else:
+                    self._note_untold(part)
+
+    def _note_untold(self, part: Sequence[Delivery]) -> None:
+        for write, _sender, _device in part:
+            for user in write.recipients:
+                self._presence.advance(write.tenant, user, write.mailbox_seq)
+
+    async def _ask_again(self, shard: Shard, part: Sequence[Delivery]) -> Sequence[Materialised]:
+        """Of records that W has passed; nothing is written. Empty: the store does not say."""
+        writes = [delivery.write for delivery in part]
+        try:
+            return await self._store.materialise({shard.slot: shard.watermark}, writes)
+        except StoreError:
+            return ()
 
     def _fail_run(self, run: Run, error: StoreError) -> None:
         for delivery in run.deliveries:

@@ -37,6 +37,7 @@ _LIVES: Final = (DISPATCH_PROGRESS_LIFE_MS, MAILBOX_KEY_LIFE_MS, EPHEMERAL_KEY_L
 _ANSWERS: Final = {
     "D": Materialised.DONE,
     "d": Materialised.DONE,
+    "R": Materialised.REPEAT,
     "S": Materialised.STALE_OWNER,
     "G": Materialised.GAP,
     "M": Materialised.MISMATCH,
@@ -142,7 +143,7 @@ def answers_of(writes: Sequence[MailboxWrite], letters: Sequence[str]) -> list[M
         answer = answer_of(letter)
         if write.slot in refused and answer is not Materialised.STALE_OWNER:
             answer = Materialised.BEHIND
-        elif answer is not Materialised.DONE:
+        elif answer is not Materialised.DONE and answer is not Materialised.REPEAT:
             refused.add(write.slot)
         answers.append(answer)
     return answers

@@ -102,7 +102,7 @@ class MemoryMailboxStore(MemoryOwnership):
         for write in writes:
             refused_before, is_off = write.slot in stopped, write.slot in off
             answer = self._materialise_one(write, is_behind=refused_before, is_off=is_off)
-            if answer is not DONE:
+            if answer is not DONE and answer is not Materialised.REPEAT:
                 stopped.add(write.slot)
             answers.append(answer)
         return done(answers)
@@ -114,6 +114,8 @@ class MemoryMailboxStore(MemoryOwnership):
             return refusal
         if is_behind:
             return Materialised.BEHIND
+        if refusal is DONE:
+            return Materialised.REPEAT if self._stands_elsewhere(write) else DONE
         if refusal is not None:
             return refusal
         known = self._progress_of(write).get(write.dispatch_id)
@@ -126,7 +128,13 @@ class MemoryMailboxStore(MemoryOwnership):
             self._note_progress(write, Progress(write.digest, "f", day))
             self._put(write, write.recipients, day)
         self._move(write)
-        return DONE
+        return DONE if known is None else Materialised.REPEAT
+
+    def _stands_elsewhere(self, write: MailboxWrite) -> bool:
+        """Of what was written on another day nobody knows: it is taken for an entry that stands here."""
+        day = self.state.shards[write.slot].day
+        name = BoxName(write.slot, write.tenant, write.recipients[0], day, write.ephemeral)
+        return self.state.boxes.get(name, {}).get(write.entry, write.mailbox_seq) != write.mailbox_seq
 
     # --- the general path ---
 

@@ -87,8 +87,7 @@ def _figure_lines(verdict: Verdict) -> list[str]:
     figures = verdict.figures
     struck = ", ".join(f"{what} {count}" for what, count in sorted(figures.faults.items())) or "none"
     seconds = ", ".join(f"{seconds:.2f}" for seconds in figures.first_ok_seconds) or "-"
-    counts = (figures.outbox_repeats, figures.dispatch_repeats, figures.push_repeats)
-    repeats = "Outbox {:,}, dispatch log {:,}, pushes {:,}".format(*counts)
+    repeats = f"Outbox {figures.outbox_repeats:,}, dispatch log {figures.dispatch_repeats:,}"
     return [
         f"{figures.deliveries:,} deliveries of {figures.records:,} messages",
         f"repeats after retries: {repeats}",

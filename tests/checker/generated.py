@@ -59,8 +59,6 @@ class _User:
     shard: int
     seqs: list[int] = field(default_factory=list)
     entries: list[Shown] = field(default_factory=list)
-    repeated: list[Shown] = field(default_factory=list)
-    """Dispatches of this step that were there before."""
 
 
 @dataclass
@@ -162,8 +160,6 @@ class CorrectRun:
                 yield self._answer(attempt)
         for device in self._devices:
             yield from self._push(device, first_place[device.user.name])
-        for user in self._users:
-            user.repeated = []
 
     def _attempt(self) -> _Attempt:
         chance = self._random.random()
@@ -271,10 +267,7 @@ class CorrectRun:
             shown = Shown(BASES[shard] + offset, record.conversation, record.seq, record.entry)
             is_repeat = dispatch_id in self._known
             self._known.add(dispatch_id)
-            for user in users:
-                if is_repeat:
-                    user.repeated.append(shown)
-                    continue
+            for user in () if is_repeat else users:
                 user.seqs.append(shown.mailbox_seq)
                 user.entries.append(shown)
 
@@ -294,7 +287,6 @@ class CorrectRun:
             shown = user.entries[place]
             previous = user.seqs[place - 1] if place and self._random.random() < 0.9 else 0
             events.append(Pushed(previous, *shown))
-        events += [Pushed(0, *shown) for shown in user.repeated]
         if events and self._random.random() < 0.8:
             yield Push(self._now(), device.process, user.name, device.name, events)
 

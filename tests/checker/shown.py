@@ -2,10 +2,10 @@
 
 A page is right when it holds exactly the entries of the true mailbox in (after, covered_through]; where the
 client said what it holds already and the server agreed, the range begins behind that. A push is right when
-its entry stands where it says and the entry before it is not hidden; after a retry it may also name the place
-of the repeated dispatch, which holds no entry. A cursor is right when it is what an earlier page of the same
-device said: then the ranges of all pages join without a hole, and after the last drain each device has read
-everything.
+its entry stands where it says and the entry before it is not hidden; the place of a dispatch that a retry
+repeated holds no entry, and a push must not name it. A cursor is right when it is what an earlier page of
+the same device said: then the ranges of all pages join without a hole, and after the last drain each device
+has read everything.
 """
 
 from bisect import bisect_right
@@ -118,9 +118,7 @@ class ShownChecks:
     def _check_place(self, push: Push, event: Pushed, mailbox: UserMailbox) -> None:
         place = mailbox.at(event.mailbox_seq)
         if place < 0 or mailbox.entries[place] != event[1:]:
-            repeated = mailbox.repeats.get(event.mailbox_seq)
-            self._figures.push_repeats += repeated is not None
-            self._explain_pushed(push, event, mailbox.entries[place] if place >= 0 else repeated)
+            self._explain_pushed(push, event, mailbox.entries[place] if place >= 0 else None)
 
     def _check_previous(self, push: Push, event: Pushed, mailbox: UserMailbox) -> None:
         """Nothing stands between the two that a client would take for neighbours."""

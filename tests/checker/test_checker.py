@@ -11,12 +11,16 @@ from msgspec.structs import replace
 from tests.checker.check import check, judge
 from tests.checker.generated import clean_run
 from tests.checker.history import (
+    Dispatch,
     FileHistory,
     HistoryUnreadable,
     MemoryHistory,
     Pull,
+    Push,
+    Pushed,
     Recorder,
     Send,
+    Shard,
     Shown,
     digest_of,
     type_of_error,
@@ -55,12 +59,32 @@ def test_the_clean_histories_hold_what_makes_real_ones_hard() -> None:
     figures = [judge(MemoryHistory(events_of(seed))).figures for seed in SEEDS]
     assert sum(figure.outbox_repeats for figure in figures)
     assert sum(figure.dispatch_repeats for figure in figures)
-    assert sum(figure.push_repeats for figure in figures)
     for outcome in ("ok", "fail", "info"):
         assert sum(figure.operations["send"][outcome] for figure in figures)
     died = sum(f.operations["send"]["invoke"] - f.operations["send"].total() // 2 for f in figures)
     assert died > 0, "no client died with a request open"
     assert all(figure.faults and figure.first_ok_seconds for figure in figures)
+
+
+def _push_a_repeat(seed: int) -> list[AnyEvent]:
+    """A device is told again of an entry, where a retry has left a repeated dispatch; empty without one."""
+    copy = Copy(events_of(seed), random.Random(seed))
+    firsts: dict[str, Dispatch] = {}
+    repeats = copy.all(Dispatch, lambda one: firsts.setdefault(one.dispatch_id, one) is not one)
+    if not repeats:
+        return []
+    repeat = repeats[-1]
+    (base,) = (shard.base for shard in copy.all(Shard) if shard.shard == repeat.partition)
+    push = copy.all(Push, lambda push: push.user in repeat.recipients)[-1]
+    again = Pushed(0, base + repeat.offset, repeat.conversation, repeat.seq, repeat.entry)
+    copy.swap(push, replace(push, events=[*push.events, again]))
+    return copy.events
+
+
+def test_a_push_at_the_place_of_a_repeated_dispatch_is_seen() -> None:
+    verdicts = [judge(MemoryHistory(events)) for events in map(_push_a_repeat, SEEDS) if events]
+    assert len(verdicts) > len(SEEDS) // 2
+    assert all("mailbox" in verdict.counts for verdict in verdicts)
 
 
 def test_a_mutator_leaves_the_clean_history_alone() -> None:

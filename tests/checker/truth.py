@@ -74,8 +74,6 @@ class UserMailbox:
     seqs: list[int] = field(default_factory=list)
     entries: list[Shown] = field(default_factory=list)
     durable: list[int] = field(default_factory=list)
-    repeats: dict[int, Shown] = field(default_factory=dict)
-    """Places of repeated dispatches: no entry stands there, but a push may have named them."""
 
     def at(self, mailbox_seq: int) -> int:
         """The place of an entry, or -1."""
@@ -215,9 +213,8 @@ def _build_mailboxes(truth: Truth, reads: StoreReads) -> None:
     seen: set[str] = set()
     for dispatch in reads.dispatches:
         shard = reads.shards.get(dispatch.partition)
-        if shard is None or dispatch.dispatch_id in skipped:
+        if shard is None or dispatch.dispatch_id in skipped or dispatch.dispatch_id in seen:
             continue
-        is_repeat = dispatch.dispatch_id in seen
         seen.add(dispatch.dispatch_id)
         record = truth.record_at(dispatch.conversation, dispatch.seq)
         shown = Shown(shard.base + dispatch.offset, dispatch.conversation, dispatch.seq, dispatch.entry)
@@ -225,9 +222,6 @@ def _build_mailboxes(truth: Truth, reads: StoreReads) -> None:
             mailbox = truth.mailboxes.get(user)
             if mailbox is None:
                 mailbox = truth.mailboxes[user] = UserMailbox(dispatch.partition)
-            if is_repeat:
-                mailbox.repeats[shown.mailbox_seq] = shown
-                continue
             mailbox.seqs.append(shown.mailbox_seq)
             mailbox.entries.append(shown)
             mailbox.durable.append(truth.durable_at(record) if record else 0)

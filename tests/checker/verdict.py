@@ -65,8 +65,6 @@ class Figures:
     outbox_repeats: int = 0
     """Outbox records that repeat an earlier one: the trace of a retry."""
     dispatch_repeats: int = 0
-    push_repeats: int = 0
-    """Pushes at the place of a repeated dispatch, whose entry stands elsewhere: a hint too many, no harm."""
     faults: Counter[str] = field(default_factory=Counter)
     first_ok_seconds: list[float] = field(default_factory=list)
     """After each healing, in the order of healing."""
@@ -94,7 +92,6 @@ class Verdict(NamedTuple):
             "records": figures.records,
             "outbox_repeats": figures.outbox_repeats,
             "dispatch_repeats": figures.dispatch_repeats,
-            "push_repeats": figures.push_repeats,
             "faults": dict(figures.faults),
             "first_ok_seconds": [round(seconds, 3) for seconds in figures.first_ok_seconds],
         }

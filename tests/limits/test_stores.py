@@ -141,7 +141,7 @@ async def test_entries_larger_than_the_bound_are_read_one_by_one_and_no_partitio
             await stranger.append([(slot, bytes(1_000)) for slot in slots for _twin in range(2)])
         reader = RedisCommitLog(pipe, "outbox").open_reader(dict.fromkeys(slots, Offset(-1)))
         reader._ahead = ReadAhead(100)
-        order = []
+        order: list[SlotId] = []
         while len(order) < 160:
             async with asyncio.timeout(10):
                 batch = await reader.next_batch(records_max=1, bytes_max=MEGABYTE)

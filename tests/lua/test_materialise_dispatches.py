@@ -135,11 +135,23 @@ async def test_two_digests_under_one_dispatch_inside_one_run_are_a_mismatch(open
 async def test_a_duplicate_dispatch_at_a_later_offset_moves_w_and_adds_no_entry(opened: Opened) -> None:
     _, store = opened
     run = [write_of(1, name=b"twice", entry=b"one"), write_of(2, name=b"twice", entry=b"one")]
-    assert await store.materialise(ZERO, run) == [DONE, DONE]
+    assert await store.materialise(ZERO, run) == [DONE, Materialised.REPEAT]
     again = [write_of(3, name=b"twice", entry=b"one")]
-    assert await store.materialise({SLOT: MailboxSeq(2)}, again) == [DONE]
+    assert await store.materialise({SLOT: MailboxSeq(2)}, again) == [Materialised.REPEAT]
     assert await seqs_of(store) == [1]
     assert await watermark(store) == 3
+
+
+@pytest.mark.shows("M7")
+async def test_what_is_done_already_still_says_what_is_a_repeat(opened: Opened) -> None:
+    pipe, store = opened
+    run = [write_of(1, name=b"twice", entry=b"one"), write_of(2), write_of(3, name=b"twice", entry=b"one")]
+    answers = [DONE, DONE, Materialised.REPEAT]
+    assert await store.materialise(ZERO, run) == answers
+    before = await pipe.command("HGETALL", WATERMARKS)
+    assert await store.materialise({SLOT: MailboxSeq(3)}, run) == answers
+    assert await store.materialise(ZERO, [*run, write_of(4)]) == [*answers, GAP]
+    assert await pipe.command("HGETALL", WATERMARKS) == before
 
 
 async def test_a_dispatch_begun_on_the_general_path_is_left_to_it(opened: Opened) -> None:

@@ -9,6 +9,7 @@ from tests.mutants.model import Change, Mutant
 
 _RUNS: Final = "tests/lua/test_materialise_dispatches.py::"
 _ROLE: Final = "tests/unit/workers/test_mailbox.py::"
+_TOLD: Final = "tests/unit/workers/test_shards.py::"
 _FUSED: Final = "lua/materialise_dispatches.lua"
 
 OF_MAILBOX: Final = (
@@ -170,6 +171,20 @@ OF_MAILBOX: Final = (
                 "workers/shards.py",
                 "            done = []\n            self._fail_run(run, error)\n",
                 "            assert error\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "repeat-told-again",
+        "A repeated dispatch is pushed at its own place, and devices count an entry that is not there.",
+        ("M7", "M10"),
+        (f"{_TOLD}test_a_repeated_dispatch_is_not_told_again_at_a_place_where_nothing_stands",),
+        (
+            Change(
+                "workers/shards.py",
+                "            elif outcome is Materialised.REPEAT:\n                done.append(delivery)\n",
+                "            elif outcome is Materialised.REPEAT:\n                done.append(delivery)\n"
+                "                news.append(delivery)\n",
             ),
         ),
     ),

@@ -10,11 +10,12 @@ from functools import partial
 import pytest
 
 from qim.domain.presence import Session
-from qim.errors import StoreUnknown
+from qim.errors import StoreRefused, StoreUnknown
 from qim.ids import MailboxSeq, SlotId, WorkerId
 from qim.ports import MailboxWrite, Materialised
 from tests.unit.workers.rig import BOB, DEVICE, SESSION, TENANT, Rig, build_dispatches, shard_of
 from tests.waiting import happens
+from workers.mailbox import Mailbox
 
 
 class Answers:
@@ -23,14 +24,21 @@ class Answers:
     def __init__(self, rig: Rig) -> None:
         self._materialise = rig.mailboxes.inner.materialise
         self.runs = 0
+        self.is_away_after = 9
+        """Runs that are carried out; later ones are refused."""
         self.lost = asyncio.Event()
 
     def materialise(
         self, expected: Mapping[SlotId, MailboxSeq], writes: Sequence[MailboxWrite]
     ) -> Awaitable[list[Materialised]]:
         self.runs += 1
+        if self.runs > self.is_away_after:
+            return self._refuse()
         done: Awaitable[list[Materialised]] = self._materialise(expected, writes)
         return self._lose() if self.runs == 1 else done
+
+    async def _refuse(self) -> list[Materialised]:
+        raise StoreRefused
 
     async def _lose(self) -> list[Materialised]:
         await self.lost.wait()
@@ -84,6 +92,64 @@ async def test_records_that_w_has_passed_unseen_are_told_as_well() -> None:
     for run in runs:
         await instance.shards._finish(run)
     assert pushed_places(rig) == [(0, 1), (1, 2)]
+
+
+async def _told(rig: Rig, mailbox: Mailbox, *numbers: int) -> None:
+    """Dispatches to Bob, one run each."""
+    for number in numbers:
+        await rig.dispatch.append([one for one in build_dispatches(seq=number) if one[0] == shard_of(BOB)])
+        high = (await rig.dispatch.watermarks([shard_of(BOB)]))[shard_of(BOB)].high
+        await happens(partial(_is_at, mailbox, high), what="the run is finished")
+
+
+def _is_at(mailbox: Mailbox, watermark: int) -> bool:
+    return mailbox.watermarks.get(shard_of(BOB)) == watermark
+
+
+@pytest.mark.shows("M7", "M10")
+async def test_a_repeated_dispatch_is_not_told_again_at_a_place_where_nothing_stands() -> None:
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _told(rig, mailbox, 1, 2, 1, 3)
+    assert pushed_places(rig) == [(0, 1), (1, 2), (2, 4)]
+
+
+@pytest.mark.shows("M7", "M10")
+async def test_a_repeat_on_the_careful_path_is_not_told_again_either() -> None:
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _told(rig, mailbox, 1)
+        (instance,) = mailbox._instances.values()
+        instance.shards.shards[shard_of(BOB)].alone = True
+        await _told(rig, mailbox, 1, 2)
+    assert pushed_places(rig) == [(0, 1), (1, 3)]
+
+
+@pytest.mark.shows("M7", "M10")
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_of_a_run_whose_answer_was_lost_the_repeats_are_not_told(*, is_away: bool) -> None:
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _told(rig, mailbox, 1)
+        answers = Answers(rig)
+        answers.is_away_after = 2 if is_away else 9
+        rig.mailboxes.materialise = answers.materialise
+        records = [one for number in (1, 2) for one in build_dispatches(seq=number)]
+        await rig.dispatch.append([one for one in records if one[0] == shard_of(BOB)])
+        await happens(partial(_has_run, answers, 1), what="the run is issued")
+        await rig.dispatch.append([one for one in build_dispatches(seq=3) if one[0] == shard_of(BOB)])
+        await happens(partial(_has_run, answers, 2), what="the next one too")
+        answers.lost.set()
+        await happens(partial(_is_at, mailbox, 4), what="everything is finished")
+        await happens(lambda: (3, 4) in pushed_places(rig), what="the last one is told")
+    # Where the store does not say it, the entry at 3 is named as the one before, so that Bob asks for it.
+    assert pushed_places(rig) == ([(0, 1), (3, 4)] if is_away else [(0, 1), (1, 3), (3, 4)])
 
 
 def _has_run(answers: Answers, number: int) -> bool:
