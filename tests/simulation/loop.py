@@ -17,7 +17,7 @@ spins without time passing does as well.
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Final, TypeVarTuple, Unpack
 
@@ -75,6 +75,8 @@ class Process:
 
 
 PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
+_NOWHERE: Final = Context()
+_sleep: Final = asyncio.sleep
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -140,6 +142,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         due = Due((when, self._count, callback, args, context, context.get(PROCESS)))
         heapq.heappush(self._timers, due)
         return due
+
+    def sleep(self, delay: float, result: Any = None) -> Awaitable[Any]:
+        """As asyncio.sleep, on a bare future: most of what happens is that a sleeper looks around."""
+        if delay <= 0:
+            return _sleep(0, result)
+        future: asyncio.Future[Any] = asyncio.Future(loop=self)
+        self._count += 1
+        due = Due((self._now + delay, self._count, _wake, (future, result), _NOWHERE, PROCESS.get()))
+        heapq.heappush(self._timers, due)
+        return future
 
     def stop(self) -> None:
         self._is_stopping = True
@@ -277,6 +289,11 @@ def _make_task(
     assert isinstance(loop, VirtualLoop)
     loop.note_task(task, PROCESS.get() if context is None else context.get(PROCESS))
     return task
+
+
+def _wake(future: "asyncio.Future[Any]", result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 async def _all_ended(tasks: list[asyncio.Task[Any]]) -> None:

@@ -1,5 +1,6 @@
 """Runs one schedule from its seed to its verdict."""
 
+import asyncio
 import random
 import secrets
 from collections.abc import Iterator, MutableMapping
@@ -42,7 +43,8 @@ def run_seed(seed: int, *, mutant: str = "", with_trace: bool = True) -> Outcome
 def run_plan(plan: Plan, *, with_trace: bool = True) -> Outcome:
     world = World(plan)
     held = mock.patch.object(sync, "HELD_SECONDS", plan.held_seconds)
-    with _chance_from(plan.run_seed), _logs_to(world), held:
+    sleep = mock.patch.object(asyncio, "sleep", world.loop.sleep)
+    with _chance_from(plan.run_seed), _logs_to(world), held, sleep:
         try:
             violations = _judge(world)
         finally:

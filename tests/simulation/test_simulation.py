@@ -21,13 +21,13 @@ SCHEDULES_MIN: Final = 60
 SECONDS_MAX: Final = 25.0
 FINDING_SEEDS: Final = {
     "acknowledged-before-the-append": range(51, 61),
-    "duplicate-not-recognised": range(57, 137),
+    "duplicate-not-recognised": range(57, 177),
     "epoch-not-checked": range(53, 73),
     "w-moved-before-the-entries": range(17, 77),
 }
 """Where a mutant is found at once. What a seed meets drifts with changes of the program, so a few follow."""
-RARE_SEEDS: Final = {"position-stored-before-the-work": (538, 1576)}
-"""Found by one schedule of some hundred; the long run begins here."""
+RARE_SEEDS: Final = {"position-stored-before-the-work": (538,)}
+"""Found by one schedule of one or two thousand; the long run begins here."""
 
 
 def run_all(seeds: Sequence[int], *, mutant: str = "", until_failure: bool = False) -> Tally:
