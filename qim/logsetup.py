@@ -74,6 +74,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "record_redelivered": "A skipped record was delivered again because an operator said so.",
     "record_skipped": "A record was skipped because an operator said so.",
     "recoverer_could_not_read": "The recoverer could not read what is pending; it tries again.",
+    "role_not_opened": "A role could not read where it stands; it asks again until its store answers.",
     "role_stopped": "A role stopped on an error that it must not survive.",
     "service_halted": "A child ended for a reason that a restart cannot mend; the service stops.",
     "service_ready": "Every worker serves.",

@@ -57,6 +57,7 @@ from workers.commits import OnFatal
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.missed import Missed
+from workers.opening import until_answered
 
 log = get_logger()
 
@@ -125,7 +126,7 @@ class Fanout:
 
     async def run(self) -> None:
         """Until drained. Raises what no batch can handle; the worker then ends."""
-        await self.open()
+        await until_answered("fanout", self.open)
         async with asyncio.TaskGroup() as tasks:
             loops = (self._run_planner(), self._run_finisher(), self._run_keeper(), self._run_mender())
             self._tasks = [tasks.create_task(loop) for loop in loops]
@@ -155,7 +156,10 @@ class Fanout:
     # --- start ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Loads the positions, stops the partitions whose position lies outside the log, opens the reader."""
+        """Loads the positions, stops the partitions whose position lies outside the log, opens the reader.
+
+        Nothing is decided before both questions are answered, so it may be repeated after an error.
+        """
         stored = await self._load_positions()
         marks = await self._outbox.watermarks(self._slots)
         for slot in self._slots:

@@ -32,6 +32,7 @@ from qim.records import HEADER_BYTES, build_dispatch_record, parse_dispatch_reco
 from workers.commits import NOTHING_WRITTEN, OnFatal, reply_error
 from workers.company import Company
 from workers.failpoints import Failpoints
+from workers.opening import until_answered
 from workers.pulls import Pulls
 from workers.request import Request
 from workers.serial import LANES, Serial
@@ -152,12 +153,14 @@ class Mailbox:
     async def open(self) -> None:
         """Checks the shards against the log; `run` begins with it."""
         for instance in self._instances.values():
-            await instance.shards.open()
+            await until_answered("mailbox", instance.shards.open)
 
     async def run(self) -> None:
         """Until drained. Raises what no batch can handle; the worker then ends."""
-        await self.open()
         async with asyncio.TaskGroup() as tasks:
+            for instance in self._instances.values():
+                tasks.create_task(instance.pulls.run())
+            await self.open()
             for instance in self._instances.values():
                 loops = [
                     instance.shards.run_reader(),
@@ -166,7 +169,6 @@ class Mailbox:
                     *(instance.serial.run_lane() for _lane in range(LANES)),
                 ]
                 self._loops += [tasks.create_task(loop) for loop in loops]
-                tasks.create_task(instance.pulls.run())
 
     async def drain(self, deadline: float) -> None:
         """Goes on until the own partitions are empty or the deadline (monotonic seconds) has come."""

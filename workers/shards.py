@@ -99,11 +99,16 @@ class Shards:
     # --- start ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Checks every shard against the log and opens the reader; a shard that fails stays closed, alone."""
+        """Checks every shard against the log and opens the reader; a shard that fails stays closed, alone.
+
+        Repeated after an error it goes on with the shards that were not decided yet.
+        """
         states = await self._store.load_shards(self._slots)
         marks = await self._dispatch.watermarks(self._slots)
         identity = await self._dispatch.identity()
         for slot in self._slots:
+            if slot in self.shards or slot in self.unopened:
+                continue
             state = states.get(slot)
             if state is None or state.base < 1:
                 self._refuse(

@@ -8,7 +8,14 @@ from functools import partial
 import pytest
 from structlog.testing import capture_logs
 
-from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
+from qim.errors import (
+    FailedPrecondition,
+    StaleOwner,
+    StoreBroken,
+    StoreError,
+    StoreRefused,
+    StoreUnknown,
+)
 from qim.ids import Offset, SlotId, UserId
 from qim.limits import FANOUT_POSITION_INTERVAL_MS
 from tests.unit.workers.rig import ALICE, ALL_SLOTS, BOB, Faulty, Rig, build_outbox, shard_of
@@ -292,3 +299,29 @@ async def test_a_log_that_cannot_be_read_for_long_is_told_of_ever_more_seldom(
         async with rig.running(fanout):
             await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
     assert [line["attempts"] for line in logs if line["event"] == "log_read_failed"] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("error", [StoreUnknown("lost"), StoreRefused("away")])
+@pytest.mark.parametrize("part", ["positions", "log"])
+async def test_a_start_whose_questions_are_not_answered_asks_again_and_loses_nothing(
+    rig: Rig, fanout: Fanout, part: str, error: StoreError
+) -> None:
+    await _feed(rig, 1)
+    async with rig.running(fanout):
+        await happens(lambda: _stored(rig) == {HOME: 0}, what="the position")
+    await rig.claim()
+    await _feed(rig, 2)
+    faulty, method = (rig.commits, "load_positions") if part == "positions" else (rig.outbox, "watermarks")
+    faulty.fail(method, error, times=3)
+    with capture_logs() as logs:
+        async with rig.running(rig.roles().fanout):
+            await happens(lambda: _stored(rig) == {HOME: 1}, what="the next position")
+    told = [line["attempts"] for line in logs if line["event"] == "role_not_opened"]
+    assert told == [1, 2], "ever more seldom"
+
+
+async def test_a_start_ends_at_what_contradicts_itself_and_at_a_newer_owner(rig: Rig, fanout: Fanout) -> None:
+    for error in (StoreBroken("wrong type"), StaleOwner("taken over")):
+        rig.commits.fail("load_positions", error)
+        with pytest.raises(type(error)):
+            await fanout.run()

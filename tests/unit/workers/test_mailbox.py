@@ -7,8 +7,9 @@ import pytest
 from qim.adapters.ownership_memory import done
 from qim.domain.mailbox import read_dispatch
 from qim.domain.presence import Session
-from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreUnknown
+from qim.errors import FailedPrecondition, StoreBroken, StoreError, StoreRefused, StoreUnknown
 from qim.ids import DeviceId, Epoch, MailboxSeq, Offset, SessionId, SlotId, UserId, WorkerId
+from qim.metrics import Metrics
 from qim.ports import MailboxPageQuery, MailboxWrite, Materialised
 from qim.wire.bodies import MailboxBatch, PullMailbox, encode_body
 from qim.wire.layout import Op
@@ -415,6 +416,29 @@ async def test_a_shard_without_its_state_or_with_another_log_stays_closed_alone(
         with pytest.raises(FailedPrecondition):
             await mailbox.retry(A)
         assert A not in mailbox.watermarks
+
+
+@pytest.mark.parametrize("error", [StoreUnknown("lost"), StoreRefused("away")])
+@pytest.mark.parametrize("method", ["load_shards", "watermarks", "identity", "read"])
+async def test_a_start_whose_questions_are_not_answered_asks_again_and_pulls_are_served_meanwhile(
+    rig: Rig, mailbox: Mailbox, method: str, error: StoreError
+) -> None:
+    await _feed(rig, 1)
+    async with rig.running(mailbox):
+        await _reaches(mailbox, rig, {A: 1, B: 1})
+    await rig.claim()
+    del rig.mailbox_state.shards[min(slot for slot in ALL_SLOTS if slot not in (A, B))]
+    (rig.mailboxes if method == "load_shards" else rig.dispatch).fail(method, error, times=4)
+    metrics = rig.metrics = Metrics()
+    later = rig.roles().mailbox
+    await _feed(rig, 2)
+    async with rig.running(later):
+        later.submit(rig.alice.request(Op.PULL_MAILBOX, encode_body(PullMailbox(MailboxSeq(0), 10))))
+        await happens(lambda: bool(rig.alice.answers), what="the page")
+        assert not later.watermarks.get(A), "it was open before the page was served"
+        await _reaches(later, rig, {A: 2, B: 2})
+    assert sum(metrics.slot_stopped) == len(later.stopped) == 1, "told once, not with each attempt"
+    assert await rig.sequences_of(ALICE) == [1, 2]
 
 
 @pytest.mark.shows("X9", "F-20")
