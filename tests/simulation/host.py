@@ -17,7 +17,7 @@ from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
 from qim.clock import Clock
 from qim.config import Config
 from qim.domain.placement import Placement, slot_of_bucket
-from qim.errors import StaleOwner, StoreError, StoreRefused, StoreUnknown
+from qim.errors import StaleOwner, StoreRefused, StoreUnknown
 from qim.ids import BootId, Millis, Offset, SlotId, WorkerId
 from qim.metrics import Metrics
 from qim.ports import (
@@ -252,8 +252,7 @@ class Host:
             if self.is_draining:
                 return
             self.ended_by = "fenced"
-        except StoreError as error:
-            # A role that cannot begin ends its worker, as a lost slot does; both are started again.
+        except StaleOwner as error:
             self.ended_by = f"{type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001 - the top of a process: a mistake of ours is a finding
             self.ended_by = repr(error)
