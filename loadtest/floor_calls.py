@@ -16,7 +16,8 @@ from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.mailbox_redis import RedisMailboxStore
 from qim.adapters.redis_pipe import RedisPipe
 from qim.clock import SystemClock
-from qim.domain.placement import bucket_of_conversation, direct_conversation, shard_of_user
+from qim.domain.fanout import PlannedDispatch, plan_dispatches
+from qim.domain.placement import bucket_of_conversation, direct_conversation
 from qim.ids import BootId, ClientMessageId, MailboxSeq, Millis, Offset, Seq, SlotId
 from qim.limits import SLOTS
 from qim.ports import Commit, MailboxWrite, Materialised, MessageKey, Reservation, SlotClaim
@@ -26,13 +27,11 @@ from qim.records import (
     MessageRecord,
     MessageType,
     RetentionClass,
-    build_dispatch_record,
     build_outbox_record,
     encode_record,
     identity_digest,
     message_id_of,
     parse_dispatch_record,
-    parse_header,
 )
 
 PAIRS: Final = 256
@@ -94,9 +93,9 @@ class FloorCalls:
                 for batch, results, at in zip(batches, reserved, offsets, strict=True)
             )
         )
-        await self._deliver([self._dispatches(batch) for batch in outbox])
+        await self._deliver([[*chain.from_iterable(map(plan_dispatches, batch))] for batch in outbox])
 
-    async def _deliver(self, batches: list[list[tuple[SlotId, bytes]]]) -> None:
+    async def _deliver(self, batches: list[list[PlannedDispatch]]) -> None:
         offsets = await asyncio.gather(*(self._dispatch.append(batch) for batch in batches))
         calls = []
         for batch, at in zip(batches, offsets, strict=True):
@@ -169,15 +168,6 @@ class FloorCalls:
         return Commit(
             reservation.key, reservation.identity, seq, reservation.reserved_at, False, HOME, offset
         )
-
-    def _dispatches(self, outbox: list[bytes]) -> list[tuple[SlotId, bytes]]:
-        """One record per shard of sender and recipient."""
-        found = []
-        for data in outbox:
-            for user in parse_header(data).users:
-                shard = shard_of_user(TENANT, user)
-                found.append((shard, build_dispatch_record(data, shard=shard, part=0, recipients=(user,))))
-        return found
 
     def _write(self, data: bytes, offset: Offset | None) -> MailboxWrite:
         assert offset is not None
