@@ -114,7 +114,7 @@ ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
 FANOUT_PASS_INTERVAL_MS: Final = 20
 """Pause after a small batch: four passes of the writer share what fan-out and mailbox cost per batch."""
 FANOUT_POSITION_INTERVAL_MS: Final = 100
-"""How often positions are stored: what a restart dispatches again, for a tenth of the calls."""
+"""How often positions are stored: so much a restart dispatches again, for a quarter of the calls."""
 FANOUT_BATCH_RECORDS_MAX: Final = 512
 """As many as a pass of the writer: the fan-out must not fall behind it."""
 
@@ -228,6 +228,7 @@ DRAIN_DEADLINE_MS: Final = 25_000
 """Of a whole stop, below what the unit file allows (`TimeoutStopSec`)."""
 SWEEP_INTERVAL_MS: Final = 100
 """Deadline lists are swept at this pace: one timer per process, none per request."""
+assert SWEEP_INTERVAL_MS * 2 <= ECHO_WAIT_MS
 CONTROL_MESSAGE_BYTES_MAX: Final = 4_194_304
 """The answers of 64 workers to the longest command fit many times."""
 assert HEARTBEAT_INTERVAL_MS < HEARTBEAT_SLOW_MS < HEARTBEAT_ABORT_MS < HEARTBEAT_KILL_MS

@@ -121,7 +121,7 @@ class ClientSocket(asyncio.BufferedProtocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Collected in this pass and not yet taken by the peer's kernel."""
+        """Collected and not yet written, or written and not yet taken by the peer's kernel."""
         return self._unsent + (self._transport.get_write_buffer_size() if self._transport else 0)
 
     def collect(self, frame: bytes) -> int:

@@ -14,10 +14,11 @@ once when they are durable; so a message is never appended twice by two passes. 
 everything else, in particular about the same id with other content.
 
 **Nothing is acknowledged before its append is durable.** Where an outcome is unknown, the client is told so
-(DEADLINE_EXCEEDED), the message leaves `in_flight`, and the recoverer finishes it with the same coordinates
-and the stored bytes, whether or not the client comes back. A store that contradicts itself stops the slot for
-sends; an Outbox partition that does so stops all sends of this worker, until the recoverer's next append to
-it succeeds. Reads go on in both cases. Bounded by the passes in flight, which are bounded themselves.
+(DEADLINE_EXCEEDED), the message leaves `in_flight`, and what is RECORDED is finished by the recoverer with
+the same coordinates and the stored bytes, whether or not the client comes back. One step leaves nothing
+RECORDED: a repeat finds all of it done, or nothing. A store that contradicts itself stops the slot for sends;
+an Outbox partition that does so stops all sends of this worker, until the recoverer's next append to it
+succeeds. Reads go on in both cases. Bounded by the passes in flight, which are bounded themselves.
 """
 
 from collections.abc import Awaitable, Iterable, Sequence
@@ -514,7 +515,7 @@ class Commits:
 
 
 class Reserving:
-    """A run whose reservation is on the way."""
+    """A run whose reservation, or commit in one step, is on the way."""
 
     __slots__ = ("call", "run")
 

@@ -11,11 +11,14 @@ per loop of a role, so a handful. If the writer dies, the worker dies.
 """
 
 import asyncio
+from typing import Final
 
 from qim.clock import Clock
 from qim.limits import COMPANY_WAIT_MS
 
-NEVER = float("-inf")
+_LONG_AGO: Final = float("-inf")
+_EXPECTED_SECONDS: Final = 2 * COMPANY_WAIT_MS / 1000
+"""Behind a departure. The writer keeps its passes one wait apart, so after two it has nothing to do."""
 
 
 class Company:
@@ -23,7 +26,7 @@ class Company:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._departed = NEVER
+        self._departed = _LONG_AGO
         self._waiting: list[asyncio.Future[None]] = []
 
     def depart(self) -> None:
@@ -35,7 +38,7 @@ class Company:
 
     async def join(self) -> None:
         """Returns with the next departure, after `COMPANY_WAIT_MS`, or at once when none is expected."""
-        if self._clock.monotonic() - self._departed > 2 * COMPANY_WAIT_MS / 1000:
+        if self._clock.monotonic() - self._departed > _EXPECTED_SECONDS:
             return
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()

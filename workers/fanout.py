@@ -1,14 +1,16 @@
 """The fan-out: turns records of the own Outbox partitions into records of the dispatch log.
 
-Three loops. The planner takes a batch, plans every record (pure) and issues one append for all of it, grouped
+Four loops. The planner takes a batch, plans every record (pure) and issues one append for all of it, grouped
 by shard. The finisher takes the batches in order and notes, **only when all records of a batch are durable**,
-how far each partition is; the keeper stores that every `FANOUT_POSITION_INTERVAL_MS`. Whatever fails is
-appended again, and the positions of that batch and of all behind it wait until it has succeeded: the dispatch
-id, a function of the record, makes repeats converge in the mailboxes. The positions live on the core instance
-of their slot and only rise; a crash before they are stored repeats the batches at the next start.
+how far each partition is; the keeper stores that every `FANOUT_POSITION_INTERVAL_MS`; the mender serves what
+a broken partition missed. Whatever fails is appended again, and the positions of that batch and of all behind
+it wait until it has succeeded: the dispatch id, a function of the record, makes repeats converge in the
+mailboxes. The positions live on the core instance of their slot and only rise; a crash before they are stored
+repeats the batches at the next start.
 
-After a small batch the planner lets some milliseconds of records come together: what follows here, up to the
-push, costs almost as much for one record as for ten, and nobody waits for it as for an acknowledgement.
+After a small batch the planner lets some milliseconds of records come together, and the next one waits for a
+pass of the writer (`workers/company.py`): what follows here, up to the push, costs almost as much for one
+record as for ten, and nobody waits for it as for an acknowledgement.
 Several batches are in flight because the writer has several too: with one at a time a busy store served four
 passes of the writer for each batch here, and deliveries fell behind acknowledgements without end.
 
@@ -220,7 +222,7 @@ class Fanout:
                 await asyncio.sleep(FANOUT_PASS_INTERVAL_MS / 1000)
                 await self._company.join()
 
-    def _issue(self, batch: Sequence[LogRecord]) -> "Issued":
+    def _issue(self, batch: Sequence[LogRecord]) -> Issued:
         """Plans a batch and issues its append; nothing is awaited between reading and issuing."""
         started = self._clock.monotonic()
         dispatches, reached = self._plan(batch)
@@ -265,7 +267,7 @@ class Fanout:
         dispatches.sort(key=_shard_of)
         return dispatches, reached
 
-    async def _await_append(self, issued: "Issued") -> None:
+    async def _await_append(self, issued: Issued) -> None:
         """Returns when every record is durable; what is not, is appended again, the same bytes."""
         wanted: list[PlannedDispatch] = list(issued.dispatches)
         append = issued.append

@@ -1,11 +1,11 @@
 """A bounded queue between an event callback and a role.
 
-A callback only notes what came (`offer`), the role sets the pace (`take`). Bounded in items and in
-bytes; a full inbox answers False and the caller decides: reject the request, or stop reading its
-source. Several takers may share one inbox (the lanes of a role); each batch goes to one of them, in
-order. One wake-up per batch: a taker that is already awake is not woken again, and no future exists
-while the inbox has work. A role that has a batch under way may `expect` a larger one next: small batches are
-dear, and the one under way brings the next look anyway.
+A callback only notes what came (`offer`), the role sets the pace (`take`). Bounded in items and in bytes; a
+full inbox answers False and the caller decides: reject the request, or stop reading its source. Several
+takers may share one inbox (the lanes of a role); each batch goes to one of them, in order. One wake-up per
+batch: a taker that is already awake is not woken again, and no future exists while the inbox has enough work.
+A role that has a batch under way may `expect` a larger one next: small batches are dear, and the one under
+way brings the next look anyway.
 """
 
 import asyncio

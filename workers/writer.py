@@ -1,10 +1,11 @@
 """The writer: commits what clients send, answers history and read marks, finishes what was left half-done.
 
-A pass takes what has arrived, up to 512 messages: plan (pure) → reserve → append to the home partition of
-the Outbox → mark committed → acknowledge. Each step is one await for the whole pass; `workers/commits.py`
-holds the steps. One window per core instance: up to four passes are in flight on it, taken by long-lived
-lanes from one inbox, so a slow instance does not stop the others and one round trip hides another. A lane
-issues its reservations in the step of the loop in which it took its requests: sequences follow arrival.
+A pass takes what has arrived, up to 512 messages: plan (pure) → commit in one step → acknowledge, or, where
+the Outbox lies on another server: plan → reserve → append to its home partition → mark committed →
+acknowledge. Each step is one await for the whole pass; `workers/commits.py` holds the steps. One window per
+core instance: up to four passes are in flight on it, taken by long-lived lanes from one inbox, so a slow
+instance does not stop the others and one round trip hides another. A lane issues its first calls in the step
+of the loop in which it took its requests: sequences follow arrival.
 
 A pass of one costs almost as much as a pass of ten, so small passes keep a distance: while one is under way,
 and until `WRITER_PASS_INTERVAL_MS` after its begin, the next one waits for a full run of a script. A request
@@ -15,8 +16,8 @@ connection: who was acknowledged reads what was committed.
 
 Full, more than 4,096 waiting or a store above 80 % of its memory: RESOURCE_EXHAUSTED, before any side effect.
 A request that has waited 8 s is refused untouched. A store that is away: UNAVAILABLE when nothing was
-written, otherwise DEADLINE_EXCEEDED, and the recoverer finishes the message with the coordinates it has; it
-runs at the claim and every second.
+written, otherwise DEADLINE_EXCEEDED. What is RECORDED by then, the recoverer finishes with the coordinates it
+has; it runs at the claim and every second.
 """
 
 import asyncio

@@ -224,7 +224,7 @@ class RedisLogReader:
         self._wake()
 
     def _accept(self, asked: Asked, reply: Any, count: int = 0) -> None:  # noqa: ANN401 - decoded here
-        """`count`: of how many entries per partition was asked, so that fewer are all; 0: somebody waited."""
+        """`count`: so many entries per partition were asked for, fewer are all; 0: the answer of a block."""
         found = dict(reply or ())
         largest = 0
         stopped: PartitionStopped | None = None

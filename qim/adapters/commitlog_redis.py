@@ -11,8 +11,9 @@ The id says where an entry ends, so the stream's own last id is the next offset,
 finds the entry that holds it.
 
 Append: a lost answer is None (unknown: append again), a refusal before anything was sent is raised. A counter
-that contradicts its stream raises StoreBroken. What was appended here goes to the tail, which serves the
-readers of this process without a round trip (`commitlog_tail`, `commitlog_reader`).
+that contradicts its stream raises StoreBroken. `commits_one_step_redis` appends to the same keys by a script
+of its own. What was appended here goes to the tail, which serves the readers of this process without a round
+trip (`commitlog_tail`, `commitlog_reader`).
 
 Trim drops whole entries below a bound. The script holds the bound against the consumers that it can see
 (`logpos:fanout` for the Outbox, `mboxw` for dispatch, when they live on this instance), so a caller's mistake

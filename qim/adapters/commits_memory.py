@@ -87,13 +87,13 @@ class MemoryCommitStore(MemoryOwnership):
     def reserve(self, items: Sequence[Reservation]) -> asyncio.Future[list[ReserveResult]]:
         if self.is_full:
             return done([_refused(Reserved.FULL)] * len(items))
-        return done([self.reserve_one(item) for item in items])
+        return done([self._reserve_one(item) for item in items])
 
     @property
     def is_full(self) -> bool:
         return bool(self.limit_bytes) and self.state.record_bytes >= self.limit_bytes
 
-    def reserve_one(self, item: Reservation) -> ReserveResult:
+    def _reserve_one(self, item: Reservation) -> ReserveResult:
         return self.judge(item) or self.allocate(item)
 
     def judge(self, item: Reservation) -> ReserveResult | None:

@@ -2,8 +2,9 @@
 
 The reference for `lua/commit_messages.lua`, and what the simulation runs on. A call is applied when the
 method is called, wholly or not at all. The faults of the log strike here too: `REFUSED` and `LOST` do
-nothing, `UNANSWERED` does everything; the caller of the last two learns that the outcome is unknown. A
-message that is already RECORDED keeps its conversation on the way of two steps, as on a server.
+nothing, `UNANSWERED` does everything; the caller of the last two learns that the outcome is unknown.
+`DOUBLED` does not exist here: a retry of one atomic step meets what it has done. A message that is already
+RECORDED keeps its conversation on the way of two steps, as on a server.
 """
 
 import asyncio
