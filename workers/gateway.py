@@ -2,8 +2,8 @@
 
 A read is parsed where it lands, in the one buffer that all sockets share. Its frames become requests and go
 to the router at once; their bodies are not opened here. What comes back is collected per connection and
-leaves at the end of the pass. The gateway owns the table of connections and nothing durable: whatever it
-loses, a client repeats or pulls.
+leaves at the end of the pass; an echo waits a little for company. The gateway owns the table of connections
+and nothing durable: whatever it loses, a client repeats or pulls.
 
 Order of a log-in: token verified → announced to the owner of the user's shard → the owner's answer →
 AUTH_ACK. So the session is registered before the client pulls, and nothing falls between. PING takes the same

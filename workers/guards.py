@@ -1,8 +1,9 @@
 """The start-up guards: a store is asked who and how it is before anything is written to it.
 
-Every worker asks before it claims its slots, after each start; `qim init` asks the same. A refusal ends the
-whole service with 78, or 65 where the store belongs to somebody else, because a restart cannot mend it. A
-store that does not answer, or is still loading, is no refusal: the caller waits.
+Every worker asks before it claims its slots, after each start; `qim init` asks the same. Before that it holds
+its own retentions against each other, which needs no store. A refusal ends the whole service with 78, or 65
+where the store belongs to somebody else, because a restart cannot mend it. A store that does not answer, or
+is still loading, is no refusal: the caller waits.
 
 *Behind its Outbox* catches the old copy of a disk. Every core instance remembers the highest Outbox offset
 whose message it has marked committed. Records above it may only be messages in the making: their sequence
