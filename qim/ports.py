@@ -109,7 +109,7 @@ class Reservation(NamedTuple):
     reserved_at: Millis
     expires_at: Millis
     """0, or when the record must be collected (shorter retention than the hot window)."""
-    frame: bytes = b""
+    outbox_frame: bytes = b""
     """`records.build_outbox_frame`; for `OneStepCommits` only."""
 
 

@@ -15,8 +15,7 @@ reaches a stranger.
 """
 
 import asyncio
-import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, cast
 
 from qim.domain.gateway import NEVER, ConnectionTimes, TokenBucket
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
     from workers.gateway import Gateway
 
 _GENERATIONS: Final = 2**32
-HANDSHAKE_MEMORY_INTERVAL_MS: Final = 10_000
-"""Longer than a handshake may take: what was begun before one look has ended before the next."""
-HANDSHAKE_MEMORY_BEGUN: Final = 256
-"""Handshakes within it that are worth a look: some 12 MiB."""
 NO_USER = UserId(b"")
 NO_DEVICE = DeviceId(b"")
 NO_SESSION = SessionId(b"")
@@ -218,36 +213,3 @@ class ConnectionTable:
     def remove(self, sock: ClientSocket) -> None:
         self._sockets[sock.handle] = None
         self._free.append(sock.handle)
-
-
-def give_back_memory() -> None:
-    """Returns free pages of the allocator to the kernel, where the C library can; some milliseconds."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-class HandshakeMemory:
-    """What many handshakes leave behind in the allocator, given back some seconds later.
-
-    A handshake takes some 50 KiB in many pieces, also one that a stranger never finishes. They are freed, but
-    between pieces that live, so the next flood takes fresh memory beside them: after seven times 2,000
-    stalled handshakes a worker had grown by 430 MB. The last look comes when what was begun before has ended.
-    """
-
-    def __init__(self, give_back: Callable[[], None] = give_back_memory) -> None:
-        self.begun = 0
-        """Since the last time that memory was given back."""
-        self._give_back = give_back
-        self._look_at = 0.0
-        self._is_due = False
-
-    def look(self, now: float) -> None:
-        """Called with every sweep; acts once per interval, and only after many handshakes."""
-        if now < self._look_at:
-            return
-        self._look_at = now + HANDSHAKE_MEMORY_INTERVAL_MS / 1000
-        was_due, self._is_due = self._is_due, self.begun >= HANDSHAKE_MEMORY_BEGUN
-        if was_due or self._is_due:
-            self.begun = 0
-            self._give_back()

@@ -77,7 +77,8 @@ from qim.wire.connection import State
 from qim.wire.frames import Frame
 from qim.wire.layout import CLIENT_OPS, Op
 from qim.wire.link import Announce, PushedTo
-from workers.client_socket import ClientSocket, ConnectionTable, HandshakeMemory, Waiting
+from workers.client_socket import ClientSocket, ConnectionTable, Waiting
+from workers.handshake_memory import HandshakeMemory
 from workers.outbound import Outbound
 from workers.request import Request
 

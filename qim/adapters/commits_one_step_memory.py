@@ -49,7 +49,7 @@ class MemoryOneStepCommits:
         result = self._store.allocate(item)
         if result.outcome is not Reserved.NEW:
             return result
-        record = fill_outbox_frame(item.frame, seq=result.seq, record_bytes=item.record)
+        record = fill_outbox_frame(item.outbox_frame, seq=result.seq, record_bytes=item.record)
         (offset,) = self._outbox.store([(partition, record)])
         commit = Commit(item.key, item.identity, result.seq, item.reserved_at, False, partition, offset)
         self._store.mark_one(commit, self._store.clock.now_ms())

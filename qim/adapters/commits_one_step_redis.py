@@ -72,7 +72,7 @@ class RedisOneStepCommits:
             IDEMPOTENCY_WINDOW_MS, hour, keys.SLOT_FIELDS[partition],
             *places.owner_arguments(),
             *heads,
-            *(item.frame for item in run),
+            *(item.outbox_frame for item in run),
             *(item.record for item in run),
         ]  # fmt: skip
         return script_keys, arguments
@@ -93,7 +93,7 @@ class RedisOneStepCommits:
         self, partition: SlotId, first: Offset, run: Sequence[Reservation], results: Sequence[ReserveResult]
     ) -> None:
         records = [
-            fill_outbox_frame(item.frame, seq=result.seq, record_bytes=item.record)
+            fill_outbox_frame(item.outbox_frame, seq=result.seq, record_bytes=item.record)
             for item, result in zip(run, results, strict=True)
             if result.outcome is Reserved.DURABLE
         ]

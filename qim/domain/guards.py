@@ -14,7 +14,7 @@ The identity is one field per role in the hash `qim:identity` of each instance, 
 It makes three accidents visible: a store of another deployment, two instances swapped in the configuration,
 and a server that came up empty. The first two are foreign (65), the third is refused as not initialised (78).
 
-`Retentions` are facts about qim itself: one thing that ends before what hangs on it loses messages days later.
+`Retentions` are facts about qim itself: what ends before something that hangs on it loses messages days on.
 """
 
 from collections.abc import Mapping

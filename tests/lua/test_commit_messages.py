@@ -60,7 +60,9 @@ async def opened(server: StoreServer) -> AsyncIterator[OneServer]:
 
 def framed(item: Reservation) -> Reservation:
     """With a frame that names its bucket where the script looks for it."""
-    return item._replace(frame=b"\x02\x01\x00" + bytes([item.key.bucket]) + b"f" * (OUTBOX_FRAME_BYTES - 4))
+    return item._replace(
+        outbox_frame=b"\x02\x01\x00" + bytes([item.key.bucket]) + b"f" * (OUTBOX_FRAME_BYTES - 4)
+    )
 
 
 def items_of(*numbers: int, **changes: Any) -> list[Reservation]:
@@ -86,7 +88,7 @@ async def two_steps(server: OneServer, *items: Reservation) -> None:
 
 
 def record_of(item: Reservation, seq: Seq) -> bytes:
-    return fill_outbox_frame(item.frame, seq=seq, record_bytes=item.record)
+    return fill_outbox_frame(item.outbox_frame, seq=seq, record_bytes=item.record)
 
 
 def without_stamps(found: dict[bytes, tuple[Any, int]]) -> dict[bytes, tuple[Any, int]]:

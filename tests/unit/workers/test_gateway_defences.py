@@ -35,7 +35,7 @@ from tests.unit.workers.gateway_rig import (
     token,
 )
 from tests.waiting import happens
-from workers.client_socket import (
+from workers.handshake_memory import (
     HANDSHAKE_MEMORY_BEGUN,
     HANDSHAKE_MEMORY_INTERVAL_MS,
     HandshakeMemory,
