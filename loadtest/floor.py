@@ -9,6 +9,9 @@ Two parts, measured in the run that they are compared with, before it and after 
     TLS     three frames of a message's sizes (SEND in, SEND_ACK and PUSH out), each written and read
             alone, over loopback, both ends in this process. Counted is the time of this process.
 
+The stages stay apart, as with a log on a server of its own, although a server that holds both commits in one
+step and so needs less: the measure must not change with the program that it is the measure of.
+
 So the floor knows no limits, no metrics, no routing and no Python around a message. It is a measure of the
 machine, which is what makes runs on different or noisy machines comparable; it is not a promise that anybody
 could reach it.

@@ -5,7 +5,8 @@ the Outbox lies on another server: plan → reserve → append to its home parti
 acknowledge. Each step is one await for the whole pass; `workers/commits.py` holds the steps. One window per
 core instance: up to four passes are in flight on it, taken by long-lived lanes from one inbox, so a slow
 instance does not stop the others and one round trip hides another. A lane issues its first calls in the step
-of the loop in which it took its requests: sequences follow arrival.
+of the loop in which it took its requests: sequences follow arrival. (Not in a conversation that goes the long
+way because of what a crash left RECORDED in it; there they follow the answers.)
 
 A pass of one costs almost as much as a pass of ten, so small passes keep a distance: while one is under way,
 and until `WRITER_PASS_INTERVAL_MS` after its begin, the next one waits for a full run of a script. A request

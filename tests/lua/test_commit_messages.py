@@ -221,7 +221,11 @@ async def test_an_unfinished_message_sends_its_conversation_the_long_way_and_no_
         assert await server.pipe.command("HGET", b"conv:" + SUFFIX, "n") == b"1"
 
 
-@pytest.mark.parametrize("broken", ["counter without stream", "counter behind", "counter lost"])
+@pytest.mark.parametrize(
+    "broken",
+    ["counter without stream", "counter behind", "counter lost", "counter is text", "counters are no hash",
+     "stream is text"],
+)  # fmt: skip
 async def test_an_outbox_that_contradicts_its_counter_is_left_to_the_long_way(
     store_server: StoreServer, broken: str
 ) -> None:
@@ -231,8 +235,14 @@ async def test_an_outbox_that_contradicts_its_counter_is_left_to_the_long_way(
             await server.pipe.command("DEL", STREAM)
         elif broken == "counter behind":
             await server.pipe.command("HSET", "lognext:outbox", str(HOME), "1")
-        else:
+        elif broken == "counter lost":
             await server.pipe.command("HDEL", "lognext:outbox", str(HOME))
+        elif broken == "counter is text":
+            await server.pipe.command("HSET", "lognext:outbox", str(HOME), "text")
+        else:
+            await server.pipe.command(
+                "SET", STREAM if broken == "stream is text" else "lognext:outbox", "text"
+            )
         before = await picture(server.pipe)
         results = await commit(server, *items_of(3, 4), *items_of(1))
         assert [result.outcome for result in results] == [
@@ -241,11 +251,36 @@ async def test_an_outbox_that_contradicts_its_counter_is_left_to_the_long_way(
         assert await picture(server.pipe) == before
 
 
+@pytest.mark.shows("C2", "C4")
+async def test_a_twin_of_what_the_stream_refused_is_not_taken_for_written(store_server: StoreServer) -> None:
+    async with opened(store_server) as server:
+        await commit(server, *items_of(1, 2, 3))
+        await server.pipe.command("XSETID", STREAM, "9-0")  # its last id is above, and no entry shows it
+        before = await picture(server.pipe)
+        (item, other) = (*items_of(7, text=b"one"), *items_of(7, text=b"two"))
+        results = await commit(server, item, item, other)
+        assert [result.outcome for result in results] == [Reserved.TWO_STEPS] * 3
+        assert await picture(server.pipe) == before
+
+
+@pytest.mark.shows("C4")
+async def test_what_is_committed_is_known_as_committed_whatever_else_is_left_of_it(
+    store_server: StoreServer,
+) -> None:
+    async with opened(store_server) as server:
+        (item,) = items_of(1)
+        await commit(server, item)
+        left = keys.pending_value(item.identity, item.reserved_at, Seq(1))
+        await server.pipe.command("HSET", keys.PENDING, keys.pending_field(item.key), left)
+        (result,) = await commit(server, item)
+        assert (result.outcome, result.seq) == (Reserved.COMMITTED, 1)
+
+
 @pytest.mark.shows("C3", "X9", "X16")
 @pytest.mark.parametrize(
     "name",
     [
-        b"owner", b"msgpending", b"logseen", b"lognext:outbox", STREAM, b"conv:" + SUFFIX,
+        b"owner", b"msgpending", b"logseen", b"conv:" + SUFFIX,
         b"msgrecord:" + SUFFIX, keys.committed_key(key_of(2)), b"msghistorygc:{b041}", b"hour",
     ],
 )  # fmt: skip
@@ -256,10 +291,7 @@ async def test_a_wrong_type_under_any_key_is_refused_before_any_write(
         await commit(server, *items_of(1))
         hours = [CLOCK.now_ms() // keys.HOUR_MS + more for more in (0, 1)]
         for planted in map(keys.hour_key, hours) if name == b"hour" else [name]:
-            if planted == STREAM:
-                await server.pipe.command("SET", STREAM, "wrong type")
-            else:
-                await plant(server.pipe, planted)
+            await plant(server.pipe, planted)
         before = await picture(server.pipe)
         with pytest.raises(StoreBroken):
             await commit(server, *items_of(2, expires_at=9_999_999_999_999), *items_of(3))

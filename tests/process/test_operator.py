@@ -298,7 +298,11 @@ def test_an_audit_finds_a_record_that_was_lost(
 ) -> None:
     send(dev, peers, tmp_path)
     store = Redis(unix_socket_path=announced["store_socket"])
-    (key,) = [key for key in store.keys("mbox:*") if isinstance(key, bytes) and bytes(peers[1].user) in key]
+
+    def mailboxes() -> list[bytes]:
+        return [key for key in store.keys("mbox:*") if isinstance(key, bytes) and bytes(peers[1].user) in key]
+
+    (key,) = eventually(mailboxes, what="the message is in its mailbox")
     lost = store.dump(key)
     assert isinstance(lost, bytes)
     store.delete(key)

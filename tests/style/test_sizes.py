@@ -8,7 +8,7 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 NESTED_FUNCTION_LINES_MAX = 10
 SCRIPT_LINES_MAX = 60
-LONGER_SCRIPTS = {"commit_messages.lua": 90}
+LONGER_SCRIPTS = {"commit_messages.lua": 100}
 """It does in one step what three scripts do apart, and that is its point."""
 
 
