@@ -16,15 +16,18 @@ passes of the writer for each batch here, and deliveries fell behind acknowledge
 
 Owned state: the position of each partition (last finished offset). A partition stops alone, loudly, and keeps
 its place when a record cannot be planned or its position lies outside the log; `stopped` names the place. An
-operator answers with `retry` or, for one named record, with `skip`. Nothing is ever skipped by itself.
+operator answers with `retry` or, for one named record, with `skip`. Nothing is ever skipped by itself, and no
+skip is taken while records before it are still on their way.
 
 A dispatch partition that takes nothing is left out and noted in `workers/missed.py`; the others go on, and
 the positions behind which it misses something wait for it.
 
-Full: with `BATCHES_IN_FLIGHT_MAX` appends under way no further batch is read; the log waits.
+Full: with `BATCHES_IN_FLIGHT_MAX` appends under way no further batch is read; the log waits. A core instance
+that does not take its positions gets them with a later pass of the keeper; those of the others go on rising.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -66,6 +69,9 @@ log = get_logger()
 GROUP: Final = "fanout"
 NOTHING_FINISHED: Final = Offset(-1)
 DRAIN_POLL_SECONDS: Final = 0.02
+SKIP_POLL_SECONDS: Final = 0.02
+SKIP_POLLS_MAX: Final = 50
+"""So often a skip looks whether the records before it are durable, before it is refused."""
 
 
 class Stopped(NamedTuple):
@@ -238,17 +244,20 @@ class Fanout:
             await self._await_append(issued)
             self._failpoints.hit("fanout.appended")
             self._room.release()
-            self._reached |= issued.reached
+            for slot, offset in issued.reached.items():
+                # After a retry a batch may be on its way twice, and end after what was skipped behind it.
+                self._reached[slot] = max(offset, self._reached.get(slot, offset))
             metrics.fanout_batches += 1
             metrics.fanout_batch_messages += len(issued.batch)
             metrics.fanout_dispatches += len(issued.dispatches)
             metrics.fanout_pass.observe(self._clock.monotonic() - issued.started)
 
     async def _run_keeper(self) -> None:
+        failed: Counter[int] = Counter()
         while True:
             await asyncio.sleep(FANOUT_POSITION_INTERVAL_MS / 1000)
             await self._company.join()
-            await self._store_reached()
+            await self._store_reached(failed)
 
     def _plan(self, batch: Sequence[LogRecord]) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:
         dispatches: list[PlannedDispatch] = []
@@ -310,35 +319,32 @@ class Fanout:
         while True:
             attempts = await self._missed.wait_and_mend(attempts)
 
-    async def _store_reached(self) -> None:
-        """Stores how far the partitions are, up to what a broken dispatch partition misses."""
+    async def _store_reached(self, failed: Counter[int]) -> None:
+        """Stores how far the partitions are, up to what a broken dispatch partition misses.
+
+        Every core instance is tried once; what it does not take, the next pass brings again. `failed`: how
+        often in a row each of them took nothing.
+        """
         positions = {slot: self._missed.cap(slot, offset) for slot, offset in self._reached.items()}
-        positions = {slot: offset for slot, offset in positions.items() if offset > self.positions[slot]}
-        if not positions:
-            return
-        await self._store_positions(positions)
+        risen = [slot for slot, offset in positions.items() if offset > self.positions[slot]]
+        for instance, slots in self._by_instance(risen).items():
+            try:
+                await self._store_positions(instance, {slot: positions[slot] for slot in slots})
+            except StoreError as error:
+                failed[instance] += 1
+                if is_news(failed[instance]):
+                    log.warning(
+                        "position_not_stored", role=GROUP, attempts=failed[instance], reason=str(error)
+                    )
+            else:
+                del failed[instance]
+
+    async def _store_positions(self, instance: int, positions: Mapping[SlotId, Offset]) -> None:
+        """Raises StoreError when they may not be stored. Repeating is harmless: positions only rise."""
+        await self._stores[instance].store_positions(GROUP, positions)
         for slot, offset in positions.items():
             self.positions[slot] = max(offset, self.positions[slot])
         self._failpoints.hit("fanout.stored")
-
-    async def _store_positions(self, reached: Mapping[SlotId, Offset]) -> None:
-        """Returns when all are stored. Repeating is harmless: positions only rise."""
-        waiting = self._by_instance(tuple(reached))
-        attempts = 0
-        while waiting:
-            for instance, slots in list(waiting.items()):
-                try:
-                    await self._stores[instance].store_positions(
-                        GROUP, {slot: reached[slot] for slot in slots}
-                    )
-                except StoreError as error:
-                    if is_news(attempts + 1):
-                        log.warning("position_not_stored", role=GROUP, reason=str(error))
-                else:
-                    del waiting[instance]
-            if waiting:
-                attempts += 1
-                await asyncio.sleep(backoff_ms(attempts) / 1000)
 
     # --- stopped partitions --------------------------------------------------------------------------
 
@@ -360,15 +366,45 @@ class Fanout:
         """Reads the partition again from its position. The operator has mended what was in the way."""
         self._resume(slot, self._stopped_at(slot), self._reached.get(slot, self.positions[slot]))
 
-    async def skip(self, slot: SlotId, offset: Offset) -> None:
-        """Gives up the one record that the partition stands at: it is never dispatched."""
+    async def skip(self, slot: SlotId, offset: Offset) -> bool:
+        """Gives up the one record that the partition stands at: it is never dispatched.
+
+        Returns whether that is stored. Where a broken dispatch partition misses something before the record,
+        it is not: the partition goes on, but after a restart before the other is whole it stops here again.
+        Raises FailedPrecondition, and nothing goes on, while records before this one are not durable (a
+        position behind them would lose them with the next restart) and when the store does not answer.
+        """
+        self._stopped_at_record(slot, offset)
+        await self._await_durable_before(slot, offset)
+        await self._store_skip(slot, self._missed.cap(slot, offset))
+        stopped = self._stopped_at_record(slot, offset)
+        log.warning("record_skipped", role=GROUP, slot=slot, offset=offset, reason=stopped.reason)
+        self._reached[slot] = self._planned[slot] = offset
+        self._resume(slot, stopped, offset)
+        return self.positions[slot] >= offset
+
+    async def _await_durable_before(self, slot: SlotId, offset: Offset) -> None:
+        for _poll in range(SKIP_POLLS_MAX):
+            if self._reached.get(slot, self.positions[slot]) >= offset - 1:
+                return
+            await asyncio.sleep(SKIP_POLL_SECONDS)
+        raise FailedPrecondition(f"records of slot {slot} before {offset} are still on their way; try again")
+
+    async def _store_skip(self, slot: SlotId, position: Offset) -> None:
+        if position <= self.positions[slot]:
+            return
+        try:
+            await self._store_positions(self._placement.core_instance_of(slot), {slot: position})
+        except StoreError as error:
+            raise FailedPrecondition(
+                f"whether the skip is stored is not known; try again: {error}"
+            ) from error
+
+    def _stopped_at_record(self, slot: SlotId, offset: Offset) -> Stopped:
         stopped = self._stopped_at(slot)
         if stopped.offset != offset:
             raise FailedPrecondition(f"slot {slot} stands at {stopped.offset}, not at {offset}")
-        log.warning("record_skipped", role=GROUP, slot=slot, offset=offset, reason=stopped.reason)
-        self._reached[slot] = self._planned[slot] = offset
-        await self._store_reached()
-        self._resume(slot, stopped, offset)
+        return stopped
 
     def _stopped_at(self, slot: SlotId) -> Stopped:
         stopped = self.stopped.get(slot)

@@ -154,8 +154,8 @@ class _Operator:
         return {"slot": slot, "retried": True}
 
     async def skip_outbox(self, *, slot: int, offset: int) -> Answer:
-        await self._roles().fanout.skip(SlotId(slot), Offset(offset))
-        return {"slot": slot, "offset": offset, "skipped": True}
+        stored = await self._roles().fanout.skip(SlotId(slot), Offset(offset))
+        return {"slot": slot, "offset": offset, "skipped": True, "stored": stored}
 
     # --- small things ---
 

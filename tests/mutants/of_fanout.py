@@ -65,8 +65,8 @@ OF_FANOUT: Final = (
         (
             Change(
                 "workers/fanout.py",
-                "        await self._store_positions(positions)\n        for slot, offset in",
-                "        for slot, offset in",
+                "        await self._stores[instance].store_positions(GROUP, positions)\n",
+                "",
             ),
         ),
     ),
@@ -81,6 +81,21 @@ OF_FANOUT: Final = (
                 "            except RecordCorrupt as error:\n"
                 "                self._stop(partition, offset, str(error))\n",
                 "            except RecordCorrupt:\n                reached[partition] = offset\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "skip-ahead-of-the-work",
+        "A skip stores its position although records before it are still on their way.",
+        ("F3",),
+        (
+            "tests/unit/workers/test_fanout_skip.py::test_a_skip_waits_for_the_records_before_it_or_is_refused",
+        ),
+        (
+            Change(
+                "workers/fanout.py",
+                "        await self._await_durable_before(slot, offset)\n",
+                "",
             ),
         ),
     ),
