@@ -20,7 +20,14 @@ from typing import Any, Final
 
 from rich.progress import Progress, TaskID
 
-from qim.adapters.audit_redis import PAGE, Finding, OutboxRecord, RedisCommitAudit, RedisMailboxAudit
+from qim.adapters.audit_redis import (
+    ASKED_BYTES_MAX,
+    PAGE,
+    Finding,
+    OutboxRecord,
+    RedisCommitAudit,
+    RedisMailboxAudit,
+)
 from qim.clock import Clock
 from qim.domain.fanout import plan_dispatches
 from qim.domain.mailbox import position_of
@@ -34,6 +41,8 @@ from workers.fanout import GROUP as FANOUT_GROUP
 
 PENDING_AGE_MS: Final = RECOVER_AGE_MS + 3 * RECOVER_INTERVAL_MS
 """The recoverer has had three passes at what is older than this."""
+FIRST_PAGE: Final = 16
+"""Records of a partition before their size is known."""
 SETTLE_SECONDS_MAX: Final = 30.0
 SETTLE_POLL_SECONDS: Final = 0.2
 FINDINGS_KEPT: Final = 1_000
@@ -147,9 +156,9 @@ async def _walk_outbox(stores: AuditedStores, report: Report, progress: Progress
         [Finding("unreadable", f"Outbox partition {slot}") for slot in ALL_SLOTS if slot not in watermarks]
     )
     for slot, mark in watermarks.items():
-        offset = mark.low
+        offset, records_max = mark.low, FIRST_PAGE
         while offset < mark.high:
-            page = await stores.outbox.read(slot, offset, records_max=PAGE)
+            page = await stores.outbox.read(slot, offset, records_max=records_max)
             if not page:
                 report.note([Finding("unreadable", f"Outbox partition {slot} offset {offset}")])
                 break
@@ -157,6 +166,9 @@ async def _walk_outbox(stores: AuditedStores, report: Report, progress: Progress
             progress.advance(bar, len(page))
             report.walked["outbox_records"] += len(page)
             offset = Offset(page[-1].offset + 1)
+            # What one page held in the mean says how many of the next one fit into the bytes.
+            page_bytes = sum(len(record.data) for record in page)
+            records_max = max(1, min(PAGE, ASKED_BYTES_MAX * len(page) // max(1, page_bytes)))
 
 
 async def _check_page(stores: AuditedStores, report: Report, page: Sequence[LogRecord]) -> None:

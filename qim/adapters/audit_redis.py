@@ -15,23 +15,28 @@ mistakes. What it looks for (invariant C11, and C7 on the way):
     entry_missing    a finished dispatch whose entry is not in a recipient's mailbox
     entry_doubled    … or is there under two days
 
-Every page is one pipeline of at most PAGE commands, so that an audit of a busy server delays nobody for
-longer than a batch of messages does.
+Questions go out in pipelines of at most PAGE commands and ASKED_BYTES_MAX bytes, one after the other: an
+audit of a busy server delays nobody for longer than a batch of messages does, and large entries never fill
+the pipe. Where an answer is a whole record the caller bounds the page in bytes. Whether a record exists is
+asked without fetching it.
 """
 
+import asyncio
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from qim.adapters import mailbox_keys
 from qim.adapters import redis_keys as keys
-from qim.adapters.redis_pipe import RedisPipe
+from qim.adapters.redis_pipe import Argument, RedisPipe
 from qim.ids import BucketId, ConversationId, Seq, TenantId
 from qim.limits import IDEMPOTENCY_WINDOW_MS
 from qim.ports import MessageKey
 from qim.records import Dispatch, RoutingHeader, decode_entry, encode_record
 
 PAGE: Final = 256
+ASKED_BYTES_MAX: Final = 2_097_152
+"""On the way to the server at once; one question more, where that one alone is larger."""
 _CONVERSATION_PREFIX: Final = b"conv:{b"
 _SUFFIX_AT: Final = len(b"conv:")
 _TAG_BYTES: Final = len(b"{b000}:")
@@ -106,83 +111,85 @@ class RedisCommitAudit:
                 return
 
     async def facts(self, records: Sequence[OutboxRecord]) -> list[Finding]:
-        """Commit fact and canonical record of each Outbox record of a page."""
+        """Commit fact and canonical record of each Outbox record of a page; answers as large as the page."""
         entries = [decode_entry(record.entry) for record in records]
         message_keys = [
             MessageKey(r.header.bucket, r.header.tenant, e.record.conversation_id, e.record.sender,
                        e.record.client_message_id)
             for r, e in zip(records, entries, strict=True)
         ]  # fmt: skip
-        waiting: list[tuple[Any, Any, Any]] = []
-        for key, entry in zip(message_keys, entries, strict=True):
-            suffix = keys.conversation_suffix(key.bucket, key.tenant, key.conversation)
-            waiting.append((
-                self._pipe.command("GET", keys.committed_key(key)),
-                self._pipe.command("HGET", keys.record_key(suffix), b"%d" % entry.conversation_seq),
-                self._pipe.command("HGET", keys.floor_key(key.bucket), suffix[_TAG_BYTES:]),
-            ))  # fmt: skip
+        suffixes = [
+            keys.conversation_suffix(key.bucket, key.tenant, key.conversation) for key in message_keys
+        ]
+        facts = await _ask(self._pipe, (("GET", keys.committed_key(key)) for key in message_keys))
+        stored_records = await _ask(
+            self._pipe,
+            (
+                ("HGET", keys.record_key(suffix), b"%d" % entry.conversation_seq)
+                for suffix, entry in zip(suffixes, entries, strict=True)
+            ),
+        )
+        floors = await self._floors(suffixes)
         findings: list[Finding] = []
-        for record, key, entry, replies in zip(records, message_keys, entries, waiting, strict=True):
-            fact, stored, floor = [await reply for reply in replies]
+        for record, key, entry, fact, stored, floor in zip(
+            records, message_keys, entries, facts, stored_records, floors, strict=True
+        ):
             where = f"{_message(key)} seq {entry.conversation_seq}"
             expires_at = entry.record.reserved_at + IDEMPOTENCY_WINDOW_MS
             if fact is None and expires_at > self._now_ms:
                 findings.append(Finding("fact_missing", where))
             elif fact is not None and not _is_fact_of(fact, record.header):
                 findings.append(Finding("fact_differs", where))
-            if stored is None and entry.conversation_seq > int(floor or 0):
+            if stored is None and entry.conversation_seq > floor:
                 findings.append(Finding("record_missing", where))
             elif stored is not None and stored != encode_record(entry.record):
                 findings.append(Finding("record_differs", where))
         return findings
 
     async def _check_conversations(self, suffixes: Sequence[bytes]) -> list[Finding]:
-        asked = [
-            (
-                self._pipe.command("HMGET", keys.conversation_key(suffix), "n", "h"),
-                self._pipe.command("HLEN", keys.record_key(suffix)),
-                self._pipe.command("HGET", keys.floor_key(_bucket(suffix)), suffix[_TAG_BYTES:]),
-            )
-            for suffix in suffixes
-        ]
+        counters = await _ask(
+            self._pipe, (("HMGET", keys.conversation_key(suffix), "n", "h") for suffix in suffixes)
+        )
+        lengths = await _ask(self._pipe, (("HLEN", keys.record_key(suffix)) for suffix in suffixes))
+        floors = await self._floors(suffixes)
         findings: list[Finding] = []
-        for suffix, replies in zip(suffixes, asked, strict=True):
-            (last, head), stored, floor = [await reply for reply in replies]
+        for suffix, (last, head), stored, floor in zip(suffixes, counters, lengths, floors, strict=True):
             name = suffix[_TAG_BYTES:].hex()
             if int(head or 0) != int(last or 0):
                 findings.append(Finding("head_behind", f"{name} head {int(head or 0)} last {int(last or 0)}"))
-            if int(stored) != int(last or 0) - int(floor or 0):
-                findings.extend(await self._missing(suffix, first=int(floor or 0) + 1, last=int(last or 0)))
+            if int(stored) != int(last or 0) - floor:
+                findings.extend(await self._missing(suffix, first=floor + 1, last=int(last or 0)))
         return findings
+
+    async def _floors(self, suffixes: Sequence[bytes]) -> list[int]:
+        """Of each conversation; 0 where nothing was cut."""
+        asked = (("HGET", keys.floor_key(_bucket(suffix)), suffix[_TAG_BYTES:]) for suffix in suffixes)
+        return [int(floor or 0) for floor in await _ask(self._pipe, asked)]
 
     async def _missing(self, suffix: bytes, *, first: int, last: int) -> list[Finding]:
         """Names the sequences without a record, page by page."""
         findings: list[Finding] = []
         for start in range(first, last + 1, PAGE):
             wanted = range(start, min(start + PAGE, last + 1))
-            present = await self._pipe.command(
-                "HMGET", keys.record_key(suffix), *(b"%d" % seq for seq in wanted)
+            present = await _ask(
+                self._pipe, (("HEXISTS", keys.record_key(suffix), b"%d" % seq) for seq in wanted)
             )
             findings.extend(
                 Finding("gap", f"{suffix[_TAG_BYTES:].hex()} seq {seq}")
-                for seq, record in zip(wanted, present, strict=True)
-                if record is None
+                for seq, exists in zip(wanted, present, strict=True)
+                if not exists
             )
         return findings
 
     async def _check_index(self, page: Sequence[bytes]) -> list[Finding]:
         elements = [_parse_index(element) for element in page]
-        asked = [
-            (
-                self._pipe.command("HEXISTS", keys.record_key(suffix), b"%d" % seq),
-                self._pipe.command("HGET", keys.floor_key(_bucket(suffix)), suffix[_TAG_BYTES:]),
-            )
-            for suffix, seq in elements
-        ]
+        present = await _ask(
+            self._pipe, (("HEXISTS", keys.record_key(suffix), b"%d" % seq) for suffix, seq in elements)
+        )
+        floors = await self._floors([suffix for suffix, _ in elements])
         findings: list[Finding] = []
-        for (suffix, seq), replies in zip(elements, asked, strict=True):
-            exists, floor = [await reply for reply in replies]
-            if not exists and seq > int(floor or 0):
+        for (suffix, seq), exists, floor in zip(elements, present, floors, strict=True):
+            if not exists and seq > floor:
                 findings.append(Finding("index_orphan", f"{suffix[_TAG_BYTES:].hex()} seq {seq}"))
         return findings
 
@@ -195,44 +202,66 @@ class RedisMailboxAudit:
 
     async def entries(self, dispatches: Sequence[Dispatch]) -> list[Finding]:
         """Each dispatch is finished, and each of its recipients holds the entry under one day."""
-        states = [
-            self._pipe.command("HGET", mailbox_keys.progress_key(d.header.reserved_at), d.dispatch_id)
-            for d in dispatches
-        ]
+        states = await _ask(
+            self._pipe,
+            (("HGET", mailbox_keys.progress_key(d.header.reserved_at), d.dispatch_id) for d in dispatches),
+        )
         findings: list[Finding] = []
-        asked: list[tuple[str, list[Any]]] = []
-        for dispatch, waiting in zip(dispatches, states, strict=True):
-            state = await waiting
-            where = f"shard {dispatch.shard} dispatch {dispatch.dispatch_id.hex()} seq {dispatch.header.seq}"
+        finished: list[tuple[Dispatch, int]] = []
+        for dispatch, state in zip(dispatches, states, strict=True):
             if state is None or state[8:9] == b"o":
-                findings.append(Finding("dispatch_open", where))
+                findings.append(Finding("dispatch_open", _place(dispatch)))
             elif state[8:9] == b"f":
-                asked.extend(self._ask_entries(dispatch, int.from_bytes(state[9:13], "big"), where))
-        for where, days in asked:
-            held = sum([await score is not None for score in days])
+                finished.append((dispatch, int.from_bytes(state[9:13], "big")))
+        scores = await _ask(self._pipe, _entry_questions(finished))
+        places = (
+            f"{_place(dispatch)} user {user.hex()}"
+            for dispatch, _ in finished
+            for user in dispatch.recipients
+        )
+        for where, *days in zip(places, scores[::3], scores[1::3], scores[2::3], strict=True):
+            held = sum(score is not None for score in days)
             if held != 1:
                 findings.append(Finding("entry_missing" if held == 0 else "entry_doubled", where))
         return findings
 
-    def _ask_entries(self, dispatch: Dispatch, day: int, where: str) -> list[tuple[str, list[Any]]]:
-        """Per recipient: the score of the entry under its day and under the days beside it."""
+
+def _entry_questions(finished: Sequence[tuple[Dispatch, int]]) -> Iterator[tuple[Argument, ...]]:
+    """Per recipient three: the score of the entry under its day and under the days beside it."""
+    for dispatch, day in finished:
         header = dispatch.header
-        return [
-            (
-                f"{where} user {user.hex()}",
-                [
-                    self._pipe.command(
-                        "ZSCORE",
-                        mailbox_keys.mailbox_key(
-                            dispatch.shard, header.tenant, user, day=near, ephemeral=header.ephemeral
-                        ),
-                        dispatch.entry,
-                    )
-                    for near in (day - 1, day, day + 1)
-                ],
-            )
-            for user in dispatch.recipients
-        ]
+        for user in dispatch.recipients:
+            for near in (day - 1, day, day + 1):
+                key = mailbox_keys.mailbox_key(
+                    dispatch.shard, header.tenant, user, day=near, ephemeral=header.ephemeral
+                )
+                yield "ZSCORE", key, dispatch.entry
+
+
+async def _ask(pipe: RedisPipe, questions: Iterable[tuple[Argument, ...]]) -> list[Any]:
+    """The answers in the order of the questions; raises the first StoreError, and leaves no answer unread."""
+    answers: list[Any] = []
+    for pipeline in _pipelines(questions):
+        answers += await asyncio.gather(*(pipe.command(*question) for question in pipeline))
+    return answers
+
+
+def _pipelines(questions: Iterable[tuple[Argument, ...]]) -> Iterator[list[tuple[Argument, ...]]]:
+    held: list[tuple[Argument, ...]] = []
+    held_bytes = 0
+    for question in questions:
+        size = sum(len(argument) for argument in question if not isinstance(argument, int))
+        if held and (len(held) == PAGE or held_bytes + size > ASKED_BYTES_MAX):
+            yield held
+            held, held_bytes = [], 0
+        held.append(question)
+        held_bytes += size
+    if held:
+        yield held
+
+
+def _place(dispatch: Dispatch) -> str:
+    return f"shard {dispatch.shard} dispatch {dispatch.dispatch_id.hex()} seq {dispatch.header.seq}"
 
 
 def _pairs(flat: Any) -> list[tuple[bytes, bytes]]:  # noqa: ANN401 - RESP2 answers flat, RESP3 a map
