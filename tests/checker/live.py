@@ -77,6 +77,8 @@ class Outcome(NamedTuple):
     samples: int
     plan: Plan
     folder: Path
+    is_named: bool
+    """Somebody asked for this folder, so it stays whatever happens."""
 
     @property
     def struck(self) -> int:
@@ -86,6 +88,11 @@ class Outcome(NamedTuple):
     def is_good(self) -> bool:
         expected = self.plan.seconds > 3 * self.plan.kill_every
         return self.verdict.clean and not self.audit.kinds and (self.struck > 0 or not expected)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the folder is still there for whoever reads the result."""
+        return self.is_named or not self.is_good
 
 
 class Clients:
@@ -233,7 +240,7 @@ def _progress(console: Console) -> Iterator[Progress]:
         yield progress
 
 
-async def prove(plan: Plan, folder: Path, console: Console) -> Outcome:
+async def prove(plan: Plan, folder: Path, console: Console, *, is_named: bool) -> Outcome:
     with (
         tempfile.TemporaryDirectory(prefix="qim-prove-server-") as data,
         DevServer(Path(data), workers=plan.workers, output=folder / "server.out") as server,
@@ -252,7 +259,7 @@ async def prove(plan: Plan, folder: Path, console: Console) -> Outcome:
             shutil.copy(server.folder / "qim.log", folder / "qim.log")
     progress.stop()
     verdict = judge(FileHistory(files_of(folder)))
-    return Outcome(verdict, report, before, after, stores.samples, plan, folder)
+    return Outcome(verdict, report, before, after, stores.samples, plan, folder, is_named)
 
 
 async def _load(
@@ -316,7 +323,7 @@ def as_result(outcome: Outcome) -> dict[str, Any]:
             when: {part: row._asdict() for part, row in rows.items()}
             for when, rows in (("before", outcome.before), ("after", outcome.after))
         },
-        "folder": str(outcome.folder),
+        "folder": str(outcome.folder) if outcome.is_kept else "",
     }
 
 
@@ -337,7 +344,8 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     console.print(f"orphan audit: {'clean' if audit['clean'] else audit['found']}; {audit['walked']}")
     if not outcome.struck:
         console.print("no fault struck")
-    console.print(f"seed {outcome.plan.seed}, {outcome.samples} samples, run folder {outcome.folder}")
+    where = f", run folder {outcome.folder}" if outcome.is_kept else ""
+    console.print(f"seed {outcome.plan.seed}, {outcome.samples} samples{where}", soft_wrap=True)
 
 
 app = App(name="python -m tests.checker.live", help=__doc__)
@@ -393,13 +401,13 @@ def main(
     console.print(
         f"seed {plan.seed}: {plan.seconds:.0f} s at {plan.rate:.0f} messages a second", highlight=False
     )
-    outcome = asyncio.run(prove(plan, where, console))
+    outcome = asyncio.run(prove(plan, where, console, is_named=folder is not None))
     (where / "outcome.json").write_bytes(msgspec.json.encode(as_result(outcome)))
     if json:
         sys.stdout.write(msgspec.json.encode(as_result(outcome)).decode() + "\n")
     else:
         print_outcome(outcome, console)
-    if outcome.is_good and folder is None:
+    if not outcome.is_kept:
         shutil.rmtree(where)
     return CLEAN if outcome.is_good else BROKEN
 

@@ -1,15 +1,21 @@
 """The live run: what its clients remember after a kill, and the whole of it once."""
 
+import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.checker.history import Pull, Recorder, Send, Shown, digest_of
+from tests.checker.live import Outcome, Plan, as_result, print_outcome
 from tests.checker.live_client import ClientOrder, DeviceClient, DeviceOrder, history_files, remember
+from tests.checker.verdict import Figures, Verdict
 from tests.services.dev_server import REPOSITORY
+from workers.audit import Report
 
 ME, PEER, DEVICE = "0a" * 16, "0b" * 16, "0d" * 16
 
@@ -48,6 +54,22 @@ def test_a_client_that_was_never_killed_remembers_nothing(tmp_path: Path) -> Non
     remember([client], history_files(tmp_path, "client-0.0"))
     assert (client.memory.cursor, client.memory.unanswered) == (0, {})
     client.recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("is_named", "faults", "is_told"), [(False, 1, False), (True, 1, True), (False, 0, True)]
+)
+def test_a_run_folder_is_named_only_when_it_is_still_there(
+    tmp_path: Path, *, is_named: bool, faults: int, is_told: bool
+) -> None:
+    verdict = Verdict([], Counter(), Figures(faults=Counter({"kill worker": faults})))
+    plan = Plan(60.0, 7, 200.0, 5.0, 2)
+    outcome = Outcome(verdict, Report(), {}, {}, 9, plan, tmp_path, is_named)
+    stream = io.StringIO()
+    print_outcome(outcome, Console(file=stream, width=80))
+    assert (f"run folder {tmp_path}" in stream.getvalue()) is is_told
+    assert as_result(outcome)["folder"] == (str(tmp_path) if is_told else "")
+    assert outcome.is_kept is is_told
 
 
 @pytest.mark.long
