@@ -331,6 +331,11 @@ class Materialised(Enum):
     BEHIND = "behind"
     """An earlier record of this shard in the same call was refused."""
 
+    @property
+    def is_passed(self) -> bool:
+        """W is at the record or past it."""
+        return self is Materialised.DONE or self is Materialised.REPEAT
+
 
 class MailboxPageQuery(NamedTuple):
     tenant: TenantId

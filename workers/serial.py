@@ -24,7 +24,7 @@ from qim.limits import APPEND_ENTRIES_MAX, BATCHES_IN_FLIGHT_MAX, MAILBOX_PERMIT
 from qim.ports import MailboxStore, MailboxWrite, Materialised
 from workers.failpoints import Failpoints
 from workers.shard_state import Delivery, Shard
-from workers.shards import PASSED, Shards
+from workers.shards import Shards
 
 log = get_logger()
 
@@ -62,14 +62,14 @@ class Serial:
         except StoreBroken as error:
             self._shards.stop(shard, shard.offset_of(write.mailbox_seq), write.dispatch_id, str(error))
             return
-        if outcome not in PASSED:
+        if not outcome.is_passed:
             self._shards.note_refused(shard, delivery, outcome)
             return
         if shard.queue:
             shard.queue.popleft()
         shard.sent = write.mailbox_seq
         shard.alone = False
-        self._shards.note_done([delivery])
+        self._shards.note_passed([delivery])
         self._failpoints.hit("mailbox.finished")
         if outcome is Materialised.DONE:
             self._shards.push([delivery])

@@ -6,7 +6,9 @@
 
 A call says which W it expects. So calls may be pipelined: after a failed one the store refuses all later
 ones of the shard, and nothing is written behind a gap. **W moves only in the store**, in one step with the
-entries; a push starts only after the store has said so, and whatever happens to it delays nothing.
+entries; a push starts only after the store has said so, and whatever happens to it delays nothing. A repeat
+moves W and leaves no entry: it is neither told nor counted. A run of unknown outcome is `doubtful`: a later
+call of its shard that was carried out shows that it was too, and it is told first.
 
 A shard in trouble is *held*: its partition is paused, what was read of it is forgotten, and when nothing of
 it is in flight any more the reader goes back to W. Refused or unknown: after a back-off, for ever. Another
@@ -45,10 +47,6 @@ log = get_logger()
 
 RESUME_POLL_SECONDS: Final = 0.02
 """Only while a shard waits for its back-off to end."""
-
-
-PASSED: Final = frozenset({Materialised.DONE, Materialised.REPEAT})
-"""W is at the record or past it."""
 
 
 class Run(NamedTuple):
@@ -292,7 +290,7 @@ class Shards:
                 done, news = self._sort_out(run, outcomes)
             if any(self.shards[delivery.write.slot].doubtful for delivery in done):
                 await self._tell_doubtful(done)
-        self.note_done(done)
+        self.note_passed(done)
         self._failpoints.hit("mailbox.finished")
         self.push(news)
         self._failpoints.hit("mailbox.pushed")
@@ -326,10 +324,10 @@ class Shards:
         for slot in dict.fromkeys(delivery.write.slot for delivery in done):
             shard = self.shards[slot]
             doubtful, shard.doubtful = shard.doubtful, []
-            self.note_done(doubtful)
+            self.note_passed(doubtful)
             for part in rules.cut_runs(doubtful):
                 outcomes = await self._ask_again(shard, part)
-                if outcomes and PASSED.issuperset(outcomes):
+                if outcomes and all(outcome.is_passed for outcome in outcomes):
                     named = zip(part, outcomes, strict=True)
                     self.push([delivery for delivery, outcome in named if outcome is Materialised.DONE])
                 else:
@@ -358,11 +356,10 @@ class Shards:
             shard.alone = shard.alone or shard.attempts > 0 or isinstance(error, StoreBroken)
             self.fail(shard, str(error))
 
-    def note_done(self, deliveries: Sequence[Delivery]) -> None:
+    def note_passed(self, deliveries: Sequence[Delivery]) -> None:
         """W of their shards is at these records now; one reading of the clock for all of them."""
         shards = self.shards
         metrics = self._metrics
-        observe = metrics.message_delivery.observe
         now_ms = self._clock.now_ms()
         for write, _sender, _device in deliveries:
             slot = write.slot
@@ -370,9 +367,6 @@ class Shards:
             shard.watermark = metrics.watermark[slot] = write.mailbox_seq
             shard.attempts = 0
             metrics.watermark_moved_ms[slot] = now_ms
-            metrics.mailbox_entries += len(write.recipients)
-            age_ms = now_ms - write.reserved_at
-            observe(age_ms / 1000 if age_ms > 0 else 0.0)
 
     def note_refused(self, shard: Shard, delivery: Delivery, outcome: Materialised) -> None:
         """The store did not take the record; decides what becomes of the shard."""
@@ -391,12 +385,21 @@ class Shards:
                 self.fail(shard, "the watermark is not where it was")
 
     def push(self, deliveries: Sequence[Delivery]) -> None:
-        """Tells the sessions that are online. The sending device gets the echo: it has the body already."""
+        """Counts entries that are news and tells the sessions that are online.
+
+        The sending device gets the echo: it has the body already.
+        """
+        metrics = self._metrics
+        observe = metrics.message_delivery.observe
+        now_ms = self._clock.now_ms()
         sessions_of = self._presence.sessions_of
         advance = self._presence.advance
         for write, sender, device in deliveries:
             targets: dict[WorkerId, list[tuple[int, int, int, int, bool]]] = {}
             mailbox_seq = write.mailbox_seq
+            metrics.mailbox_entries += len(write.recipients)
+            age_ms = now_ms - write.reserved_at
+            observe(age_ms / 1000 if age_ms > 0 else 0.0)
             for user in write.recipients:
                 sessions = sessions_of(write.tenant, user)
                 if not sessions:
@@ -407,7 +410,7 @@ class Shards:
                     target = (session.handle, session.generation, previous, mailbox_seq, echo)
                     targets.setdefault(session.worker, []).append(target)
             for worker, named in targets.items():
-                self._metrics.pushes += len(named)
+                metrics.pushes += len(named)
                 self._pusher.push(worker, named, write.entry)
 
     # --- trouble -------------------------------------------------------------------------------------

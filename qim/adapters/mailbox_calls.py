@@ -143,7 +143,7 @@ def answers_of(writes: Sequence[MailboxWrite], letters: Sequence[str]) -> list[M
         answer = answer_of(letter)
         if write.slot in refused and answer is not Materialised.STALE_OWNER:
             answer = Materialised.BEHIND
-        elif answer is not Materialised.DONE and answer is not Materialised.REPEAT:
+        elif not answer.is_passed:
             refused.add(write.slot)
         answers.append(answer)
     return answers

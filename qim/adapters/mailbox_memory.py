@@ -102,7 +102,7 @@ class MemoryMailboxStore(MemoryOwnership):
         for write in writes:
             refused_before, is_off = write.slot in stopped, write.slot in off
             answer = self._materialise_one(write, is_behind=refused_before, is_off=is_off)
-            if answer is not DONE and answer is not Materialised.REPEAT:
+            if not answer.is_passed:
                 stopped.add(write.slot)
             answers.append(answer)
         return done(answers)

@@ -116,6 +116,20 @@ async def test_a_repeated_dispatch_is_not_told_again_at_a_place_where_nothing_st
     assert pushed_places(rig) == [(0, 1), (1, 2), (2, 4)]
 
 
+@pytest.mark.parametrize("alone", [False, True])
+async def test_a_repeated_dispatch_is_counted_neither_as_an_entry_nor_as_a_delivery(*, alone: bool) -> None:
+    rig = await Rig().prepare()
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _told(rig, mailbox, 1, 2)
+        (instance,) = mailbox._instances.values()
+        instance.shards.shards[shard_of(BOB)].alone = alone
+        await _told(rig, mailbox, 1, 3)
+        await happens(lambda: rig.metrics.mailbox_entries >= 3, what="the last one is counted")
+    assert rig.metrics.mailbox_entries == 3
+    assert sum(rig.metrics.message_delivery.counts) == 3
+
+
 @pytest.mark.shows("M7", "M10")
 async def test_a_repeat_on_the_careful_path_is_not_told_again_either() -> None:
     rig = await Rig().prepare()
