@@ -3,8 +3,9 @@
 The reference for `lua/commit_messages.lua`, and what the simulation runs on. A call is applied when the
 method is called, wholly or not at all. The faults of the log strike here too: `REFUSED` and `LOST` do
 nothing, `UNANSWERED` does everything; the caller of the last two learns that the outcome is unknown.
-`DOUBLED` does not exist here: a retry of one atomic step meets what it has done. A message that is already
-RECORDED keeps its conversation on the way of two steps, as on a server.
+`DOUBLED` stores each new Outbox record twice, as a retry below us would; the message is committed once, at
+the second one. A message that is already RECORDED keeps its conversation on the way of two steps, as on a
+server.
 """
 
 import asyncio
@@ -34,13 +35,14 @@ class MemoryOneStepCommits:
             return _failed(StoreRefused("the test refused this commit"))
         if fault is Fault.LOST:
             return _failed(StoreUnknown("the test lost this commit"))
-        results = [self._commit_one(item, partition) for item in items]
+        copies = 2 if fault is Fault.DOUBLED else 1
+        results = [self._commit_one(item, partition, copies=copies) for item in items]
         self._outbox.wake()
         if fault is Fault.UNANSWERED:
             return _failed(StoreUnknown("the test lost the answer of this commit"))
         return done(results)
 
-    def _commit_one(self, item: Reservation, partition: SlotId) -> ReserveResult:
+    def _commit_one(self, item: Reservation, partition: SlotId, *, copies: int) -> ReserveResult:
         known = self._store.judge(item)
         if known is not None:
             return known
@@ -50,7 +52,7 @@ class MemoryOneStepCommits:
         if result.outcome is not Reserved.NEW:
             return result
         record = fill_outbox_frame(item.outbox_frame, seq=result.seq, record_bytes=item.record)
-        (offset,) = self._outbox.store([(partition, record)])
+        offset = self._outbox.store([(partition, record)] * copies)[-1]
         commit = Commit(item.key, item.identity, result.seq, item.reserved_at, False, partition, offset)
         self._store.mark_one(commit, self._store.clock.now_ms())
         return result._replace(outcome=Reserved.DURABLE)

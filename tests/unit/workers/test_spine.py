@@ -9,8 +9,10 @@ from functools import partial
 
 import pytest
 
+from qim.adapters.commitlog_memory import Fault
 from qim.errors import StoreError, StoreRefused, StoreUnknown
 from qim.ids import SlotId
+from qim.limits import SLOTS
 from qim.wire.bodies import SendAck
 from tests.unit.workers.rig import ALICE, BOB, Client, Rig, Roles, build_dispatches
 from tests.waiting import happens
@@ -125,6 +127,20 @@ async def test_a_message_left_half_done_sends_its_conversation_on_the_long_way_u
         await happens(lambda: len(rig.alice.acks) == COUNT, what="the first one, repeated")
         assert rig.commits.calls.count("reserve") == reserved
         await rig.settled(fanout, mailbox)
+    await _check(rig, rig.alice.acks)
+
+
+@pytest.mark.shows("F4", "M7")
+async def test_a_commit_in_one_step_whose_outbox_record_is_doubled_leaves_each_entry_once() -> None:
+    rig = await Rig().prepare()
+    rig.outbox.inner.faults.append(Fault.DOUBLED)
+    writer, fanout, mailbox = rig.roles(one_step=True)
+    async with rig.running(writer, fanout, mailbox):
+        rig.send(writer, *range(COUNT))
+        await happens(lambda: len(rig.alice.acks) == COUNT, what="the acknowledgements")
+        await rig.settled(fanout, mailbox)
+    marks = await rig.outbox.watermarks([SlotId(slot) for slot in range(SLOTS)])
+    assert sum(mark.high for mark in marks.values()) > COUNT, "something stands there twice"
     await _check(rig, rig.alice.acks)
 
 
