@@ -73,8 +73,6 @@ class Claims:
         for part in self._owned:
             try:
                 refusals = await self._claim_part(part)
-            except StaleOwner:
-                raise
             except (StoreUnknown, StoreRefused):
                 continue
             if refusals:
