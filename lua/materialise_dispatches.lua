@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- The fused path: entries, completion and W of consecutive dispatch records of many shards, in one step.
--- Returns a letter per record: D written, d done before, R repeat without an entry, S stale owner, G gap, M mismatch,
--- O open, B behind a refused one. If a day is not that of its keys, nothing is written: {TIME day, day per shard}.
+-- Returns a letter per record: D written, d done before, R repeat without an entry, P done but not seen today, S stale
+-- owner, G gap, M mismatch, O open, B behind a refused one. Keys of a wrong day: no write, {TIME day, day per shard}.
 -- KEYS: owner, mboxw, DP hash of the records' hour, then the mailbox key of each entry
 -- ARGV: life of the DP hash, of a mailbox day, of an ephemeral one (ms); plan; slot per shard; ids, DP values, entries.
 --       The plan packs numbers, because arguments are dear: shards u16, records u16; per shard epoch 8 B, expected W
@@ -23,25 +23,25 @@ for s = 1, shards do
   for _ = 1, count do
     r = r + 1
     local recipients, ephemeral, marks = struct.unpack('>BBH', plan, record_at + 4 * r - 4)
-    local id, value, answer = ARGV[ids_at + r], ARGV[ids_at + records + r], refused or 'd'
+    local id, value, answer = ARGV[ids_at + r], ARGV[ids_at + records + r], nil
     local old = seen[id] or known[r]
-    local stands_at = not refused and seq <= w and call('ZSCORE', KEYS[key + 1], ARGV[entry_at + r])
-    if stands_at and tonumber(stands_at) ~= seq then answer = 'R' end
-    if not refused and seq > w then  -- at or below W it is done already
-      if seq ~= next_seq then answer = 'G'
-      elseif old and old:sub(1, 8) ~= value:sub(1, 8) then answer = 'M'
-      elseif old and old:byte(9) == 111 then answer = 'O'
-      else
-        moved, next_seq, answer = id, seq + 1, 'R'
-        if not old then  -- otherwise a duplicate dispatch at a later offset: only W moves
-          progress[#progress + 1], progress[#progress + 2], seen[id], answer = id, value, value, 'D'
-          for k = key + 1, key + recipients do call('ZCARD', KEYS[k]) end  -- a wrong type fails here, unwritten
-          local expire_at = (day + 1) * 86400000 + ARGV[2 + ephemeral]
-          entries[#entries + 1] = {key, recipients, seq, ARGV[entry_at + r], marks, expire_at}
-        end
+    if refused then answer = refused
+    elseif seq <= w then  -- it is done already
+      local stands_at = call('ZSCORE', KEYS[key + 1], ARGV[entry_at + r])
+      answer = not stands_at and 'P' or tonumber(stands_at) == seq and 'd' or 'R'
+    elseif seq ~= next_seq then answer = 'G'
+    elseif old and old:sub(1, 8) ~= value:sub(1, 8) then answer = 'M'
+    elseif old and old:byte(9) == 111 then answer = 'O'
+    else
+      moved, next_seq, answer = id, seq + 1, 'R'
+      if not old then  -- otherwise a duplicate dispatch at a later offset: only W moves
+        progress[#progress + 1], progress[#progress + 2], seen[id], answer = id, value, value, 'D'
+        for k = key + 1, key + recipients do call('ZCARD', KEYS[k]) end  -- a wrong type fails here, unwritten
+        local expire_at = (day + 1) * 86400000 + ARGV[2 + ephemeral]
+        entries[#entries + 1] = {key, recipients, seq, ARGV[entry_at + r], marks, expire_at}
       end
     end
-    if not answer:find('[DdR]') then refused = answer == 'S' and 'S' or 'B' end
+    if not answer:find('[DdRP]') then refused = answer == 'S' and 'S' or 'B' end
     answers[r], key, seq = answer, key + recipients, seq + 1
   end
   if moved then moves[#moves + 1], moves[#moves + 2] = ARGV[4 + s], struct.pack('>I8', next_seq - 1)

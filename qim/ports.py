@@ -321,6 +321,9 @@ class Materialised(Enum):
     """Entries are there once, W is at this record."""
     REPEAT = "repeat"
     """The fused path met a dispatch again: W is at or past this record, and no entry stands here."""
+    PASSED = "passed"
+    """W is past this record, and none of today's entries is its own: it is one of another day, or a repeat of
+    one, or was skipped. Only the mailbox shows whether an entry stands here."""
     STALE_OWNER = "stale_owner"
     GAP = "gap"
     """W is not where the caller believes; nothing of this record was written."""
@@ -334,7 +337,8 @@ class Materialised(Enum):
     @property
     def is_passed(self) -> bool:
         """W is at the record or past it."""
-        return self is Materialised.DONE or self is Materialised.REPEAT
+        is_done = self is Materialised.DONE
+        return is_done or self is Materialised.REPEAT or self is Materialised.PASSED
 
 
 class MailboxPageQuery(NamedTuple):
@@ -373,9 +377,9 @@ class MailboxStore(SlotOwnership, Protocol):
         self, expected: Mapping[SlotId, MailboxSeq], writes: Sequence[MailboxWrite]
     ) -> Awaitable[list[Materialised]]:
         """The fused path: check, entries, completion, W, one step per run. `expected` is W before the call,
-        per slot; records of one slot are consecutive and in order. W already at or past a record: DONE or
-        REPEAT; so a run that overlaps what is done goes on behind it. Otherwise a W that is not the expected
-        one is a GAP.
+        per slot; records of one slot are consecutive and in order. W already at or past a record: DONE,
+        REPEAT or PASSED; so a run that overlaps what is done goes on behind it. Otherwise a W that is not the
+        expected one is a GAP.
         """
         ...
 

@@ -71,8 +71,7 @@ class Serial:
         shard.alone = False
         self._shards.note_passed([delivery])
         self._failpoints.hit("mailbox.finished")
-        if outcome is Materialised.DONE:
-            self._shards.push([delivery])
+        await self._shards.tell([delivery], [outcome])
         self._failpoints.hit("mailbox.pushed")
 
     async def _materialise(self, write: MailboxWrite, watermark: MailboxSeq) -> Materialised:
@@ -92,7 +91,10 @@ class Serial:
                 return outcome
         elif begun.outcome is not Materialised.DONE:
             return begun.outcome
-        return await self._store.finish_dispatch(write, watermark)
+        outcome = await self._store.finish_dispatch(write, watermark)
+        if begun.outcome is Materialised.DONE and outcome is Materialised.DONE:
+            return Materialised.PASSED  # final before: here, or at an earlier place
+        return outcome
 
     async def _append(self, write: MailboxWrite, day: int) -> Materialised:
         recipients = write.recipients

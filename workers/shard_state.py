@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from qim.domain import mailbox as rules
 from qim.domain.presence import Session
 from qim.ids import DeviceId, DispatchId, MailboxSeq, Offset, SlotId, TenantId, UserId, WorkerId
-from qim.ports import MailboxWrite
+from qim.ports import MailboxPage, MailboxPageQuery, MailboxWrite, Materialised
 from qim.wire.link import PushedTo
 
 
@@ -108,3 +108,15 @@ def build_delivery(shard: Shard, offset: Offset, data: bytes) -> Delivery:
         header.ephemeral,
     )  # fmt: skip
     return Delivery(write, header.sender, header.sender_device)
+
+
+def query_of_place(write: MailboxWrite) -> MailboxPageQuery:
+    """Shows the first entry at or behind the place of a record; a page holds one whatever its size."""
+    before = MailboxSeq(write.mailbox_seq - 1)
+    return MailboxPageQuery(write.tenant, write.recipients[0], write.slot, before, 1, 1, MailboxSeq(0), 0)
+
+
+def outcome_of_place(write: MailboxWrite, page: MailboxPage) -> Materialised:
+    """Of a record that W has passed: DONE where its entry stands at its place, else REPEAT."""
+    stands = page.entries[:1] == ((write.mailbox_seq, write.entry),)
+    return Materialised.DONE if stands else Materialised.REPEAT

@@ -7,7 +7,8 @@
 A call says which W it expects. So calls may be pipelined: after a failed one the store refuses all later
 ones of the shard, and nothing is written behind a gap. **W moves only in the store**, in one step with the
 entries; a push starts only after the store has said so, and whatever happens to it delays nothing. A repeat
-moves W and leaves no entry: it is neither told nor counted. A run of unknown outcome is `doubtful`: a later
+moves W and leaves no entry: it is neither told nor counted. Where the answer leaves open whether an entry
+stands, the mailbox is looked into before anybody is told. A run of unknown outcome is `doubtful`: a later
 call of its shard that was carried out shows that it was too, and it is told first.
 
 A shard in trouble is *held*: its partition is paused, what was read of it is forgotten, and when nothing of
@@ -41,7 +42,16 @@ from workers.commits import OnFatal
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.inbox import Inbox
-from workers.shard_state import Delivery, PresenceView, Pusher, Shard, StoppedShard, build_delivery
+from workers.shard_state import (
+    Delivery,
+    PresenceView,
+    Pusher,
+    Shard,
+    StoppedShard,
+    build_delivery,
+    outcome_of_place,
+    query_of_place,
+)
 
 log = get_logger()
 
@@ -278,21 +288,24 @@ class Shards:
             self._room.release()
 
     async def _finish(self, run: Run) -> None:
-        done = news = run.deliveries
+        done = run.deliveries
+        unusual: Sequence[Materialised] = ()
         try:
             outcomes = await run.call
         except StoreError as error:
-            news = []
             done = []
             self._fail_run(run, error)
         else:
             if any(outcome is not Materialised.DONE for outcome in outcomes):
-                done, news = self._sort_out(run, outcomes)
+                done, unusual = self._sort_out(run, outcomes)
             if any(self.shards[delivery.write.slot].doubtful for delivery in done):
                 await self._tell_doubtful(done)
         self.note_passed(done)
         self._failpoints.hit("mailbox.finished")
-        self.push(news)
+        if unusual:
+            await self.tell(done, unusual)
+        else:
+            self.push(done)
         self._failpoints.hit("mailbox.pushed")
         shards = self.shards
         for delivery in run.deliveries:
@@ -301,25 +314,52 @@ class Shards:
             if not shard.in_flight:
                 self._settle(shard)
 
-    def _sort_out(self, run: Run, outcomes: Sequence[Materialised]) -> tuple[list[Delivery], list[Delivery]]:
-        """What W has passed, and what of it is told: where a repeat stands there is no entry."""
-        done, news = [], []
+    def _sort_out(
+        self, run: Run, outcomes: Sequence[Materialised]
+    ) -> tuple[list[Delivery], list[Materialised]]:
+        """What W has passed, and how."""
+        done, passed = [], []
         for delivery, outcome in zip(run.deliveries, outcomes, strict=True):
-            if outcome is Materialised.DONE:
+            if outcome.is_passed:
                 done.append(delivery)
-                news.append(delivery)
-            elif outcome is Materialised.REPEAT:
-                done.append(delivery)
+                passed.append(outcome)
             else:
                 self.note_refused(self.shards[delivery.write.slot], delivery, outcome)
-        return done, news
+        return done, passed
+
+    async def tell(self, deliveries: Sequence[Delivery], outcomes: Sequence[Materialised]) -> None:
+        """Pushes what stands where it says, of records that W has passed.
+
+        A device that is told of a place without an entry counts one too many. Where the store does not say,
+        nobody is told, but the next push names that place, which the device does not know: so it pulls.
+        """
+        outcomes = await self._look_up(deliveries, outcomes)
+        for delivery, outcome in zip(deliveries, outcomes, strict=True):
+            if outcome is Materialised.DONE:
+                self.push([delivery])
+            elif outcome is Materialised.PASSED:
+                self._note_untold([delivery])
+
+    async def _look_up(
+        self, deliveries: Sequence[Delivery], outcomes: Sequence[Materialised]
+    ) -> Sequence[Materialised]:
+        """PASSED becomes DONE or REPEAT by what the mailbox shows; it stays where the store does not say."""
+        named = zip(deliveries, outcomes, strict=True)
+        writes = [delivery.write for delivery, outcome in named if outcome is Materialised.PASSED]
+        if not writes:
+            return outcomes
+        try:
+            pages = await self._store.read_mailbox([query_of_place(write) for write in writes])
+        except StoreError:
+            return outcomes
+        found = map(outcome_of_place, writes, pages)
+        return [next(found) if outcome is Materialised.PASSED else outcome for outcome in outcomes]
 
     async def _tell_doubtful(self, done: Sequence[Delivery]) -> None:
         """A call behind one of unknown outcome was carried out: so that one was too, and is told first.
 
         Otherwise its entries would be passed over in silence, and the next push would name the wrong entry
-        before it. The store is asked once more what is a repeat. Where it does not say, the recipients are
-        not told, but their next push names a place that they do not know, which makes them pull.
+        before it. The store is asked once more what is a repeat.
         """
         for slot in dict.fromkeys(delivery.write.slot for delivery in done):
             shard = self.shards[slot]
@@ -328,8 +368,7 @@ class Shards:
             for part in rules.cut_runs(doubtful):
                 outcomes = await self._ask_again(shard, part)
                 if outcomes and all(outcome.is_passed for outcome in outcomes):
-                    named = zip(part, outcomes, strict=True)
-                    self.push([delivery for delivery, outcome in named if outcome is Materialised.DONE])
+                    await self.tell(part, outcomes)
                 else:
                     self._note_untold(part)
 

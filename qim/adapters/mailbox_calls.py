@@ -38,6 +38,7 @@ _ANSWERS: Final = {
     "D": Materialised.DONE,
     "d": Materialised.DONE,
     "R": Materialised.REPEAT,
+    "P": Materialised.PASSED,
     "S": Materialised.STALE_OWNER,
     "G": Materialised.GAP,
     "M": Materialised.MISMATCH,

@@ -115,7 +115,7 @@ class MemoryMailboxStore(MemoryOwnership):
         if is_behind:
             return Materialised.BEHIND
         if refusal is DONE:
-            return Materialised.REPEAT if self._stands_elsewhere(write) else DONE
+            return self._passed(write)
         if refusal is not None:
             return refusal
         known = self._progress_of(write).get(write.dispatch_id)
@@ -130,11 +130,14 @@ class MemoryMailboxStore(MemoryOwnership):
         self._move(write)
         return DONE if known is None else Materialised.REPEAT
 
-    def _stands_elsewhere(self, write: MailboxWrite) -> bool:
-        """Of what was written on another day nobody knows: it is taken for an entry that stands here."""
+    def _passed(self, write: MailboxWrite) -> Materialised:
+        """Looks under the current day only, as the script does: it is given no other key."""
         day = self.state.shards[write.slot].day
         name = BoxName(write.slot, write.tenant, write.recipients[0], day, write.ephemeral)
-        return self.state.boxes.get(name, {}).get(write.entry, write.mailbox_seq) != write.mailbox_seq
+        stands_at = self.state.boxes.get(name, {}).get(write.entry)
+        if stands_at is None:
+            return Materialised.PASSED
+        return DONE if stands_at == write.mailbox_seq else Materialised.REPEAT
 
     # --- the general path ---
 

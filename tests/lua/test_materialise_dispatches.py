@@ -154,6 +154,21 @@ async def test_what_is_done_already_still_says_what_is_a_repeat(opened: Opened) 
     assert await pipe.command("HGETALL", WATERMARKS) == before
 
 
+@pytest.mark.shows("M7", "M9")
+async def test_what_stands_on_another_day_is_left_open_and_nothing_is_written(opened: Opened) -> None:
+    pipe, store = opened
+    key = mailbox_key(SLOT, TENANT, ANN, day=today(), ephemeral=False)
+    run = [write_of(1, name=b"twice", entry=b"one"), write_of(2, name=b"twice", entry=b"one"), write_of(3)]
+    assert await store.materialise(ZERO, run[:1]) == [DONE]
+    await pipe.command("RENAME", key, mailbox_key(SLOT, TENANT, ANN, day=today() - 1, ephemeral=False))
+    assert await store.materialise({SLOT: MailboxSeq(1)}, run[1:]) == [Materialised.REPEAT, DONE]
+    before = await contents(pipe)
+    answers = [Materialised.PASSED, Materialised.PASSED, DONE]
+    assert await store.materialise({SLOT: MailboxSeq(3)}, run) == answers
+    assert await store.materialise({SLOT: MailboxSeq(3)}, [*run, write_of(5)]) == [*answers, GAP]
+    assert await contents(pipe) == before
+
+
 async def test_a_dispatch_begun_on_the_general_path_is_left_to_it(opened: Opened) -> None:
     _, store = opened
     assert (await store.begin_dispatch(write_of(1), MailboxSeq(0))).outcome is Materialised.OPEN

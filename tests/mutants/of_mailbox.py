@@ -141,8 +141,8 @@ OF_MAILBOX: Final = (
         (
             Change(
                 "workers/serial.py",
-                "        return await self._store.finish_dispatch(write, watermark)\n",
-                "        return Materialised.DONE\n",
+                "        outcome = await self._store.finish_dispatch(write, watermark)\n",
+                "        outcome = Materialised.DONE\n",
             ),
         ),
     ),
@@ -182,9 +182,34 @@ OF_MAILBOX: Final = (
         (
             Change(
                 "workers/shards.py",
-                "            elif outcome is Materialised.REPEAT:\n                done.append(delivery)\n",
-                "            elif outcome is Materialised.REPEAT:\n                done.append(delivery)\n"
-                "                news.append(delivery)\n",
+                "            if outcome is Materialised.DONE:\n                self.push([delivery])\n",
+                "            if outcome is not Materialised.PASSED:\n                self.push([delivery])\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "passed-is-taken-for-standing",
+        "A record that is met again on another day is pushed without a look whether its entry stands there.",
+        ("M7", "M10"),
+        (f"{_TOLD}test_a_repeat_that_is_read_again_after_midnight_is_not_told_either",),
+        (
+            Change(
+                "workers/shards.py",
+                "[next(found) if outcome is Materialised.PASSED",
+                "[Materialised.DONE if outcome is Materialised.PASSED",
+            ),
+        ),
+    ),
+    Mutant(
+        "final-before-is-told-again",
+        "What the general path finds final is pushed, although it was finished at an earlier place.",
+        ("M7", "M10"),
+        (f"{_TOLD}test_a_repeat_on_the_general_path_is_not_told_again_either",),
+        (
+            Change(
+                "workers/serial.py",
+                "            return Materialised.PASSED  # final before: here, or at an earlier place\n",
+                "            return Materialised.DONE\n",
             ),
         ),
     ),

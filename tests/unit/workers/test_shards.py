@@ -9,9 +9,11 @@ from functools import partial
 
 import pytest
 
+from qim.domain import mailbox as rules
 from qim.domain.presence import Session
 from qim.errors import StoreRefused, StoreUnknown
 from qim.ids import MailboxSeq, SlotId, WorkerId
+from qim.limits import DAY_MS
 from qim.ports import MailboxWrite, Materialised
 from tests.unit.workers.rig import BOB, DEVICE, SESSION, TENANT, Rig, build_dispatches, shard_of
 from tests.waiting import happens
@@ -141,6 +143,76 @@ async def test_a_repeat_on_the_careful_path_is_not_told_again_either() -> None:
         instance.shards.shards[shard_of(BOB)].alone = True
         await _told(rig, mailbox, 1, 2)
     assert pushed_places(rig) == [(0, 1), (1, 3)]
+
+
+@pytest.mark.shows("M7", "M10")
+async def test_a_repeat_on_the_general_path_is_not_told_again_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "is_fusable", lambda _write: False)
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _told(rig, mailbox, 1, 2, 1, 3)
+    assert pushed_places(rig) == [(0, 1), (1, 2), (2, 4)]
+    assert rig.metrics.mailbox_entries == 3
+
+
+@pytest.mark.shows("M7", "M10")
+async def test_an_entry_of_the_general_path_whose_finish_was_not_answered_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rules, "is_fusable", lambda _write: False)
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    rig.mailboxes.fail("finish_dispatch", StoreUnknown(), applied=True)
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _append(rig, 1)
+        await happens(partial(_comes_to, rig, mailbox, 1), what="it is finished")
+    assert pushed_places(rig) == [(0, 1)]
+
+
+async def _append(rig: Rig, *numbers: int) -> None:
+    records = [one for number in numbers for one in build_dispatches(seq=number)]
+    await rig.dispatch.append([one for one in records if one[0] == shard_of(BOB)])
+
+
+def _comes_to(rig: Rig, mailbox: Mailbox, watermark: int) -> bool:
+    rig.clock.advance(milliseconds=10)
+    return _is_at(mailbox, watermark)
+
+
+@pytest.mark.shows("M7", "M10")
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_a_repeat_that_is_read_again_after_midnight_is_not_told_either(*, is_away: bool) -> None:
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _told(rig, mailbox, 1)
+        rig.clock.advance(milliseconds=DAY_MS)
+        rig.mailboxes.fail("materialise", StoreUnknown(), applied=True)
+        if is_away:
+            rig.mailboxes.fail("read_mailbox", StoreRefused())
+        await _append(rig, 1, 2)
+        await happens(partial(_comes_to, rig, mailbox, 3), what="everything is finished")
+    # Where the mailbox cannot be looked into, the place at 2 is named as the one before: Bob asks for it.
+    assert pushed_places(rig) == [(0, 1), (2 if is_away else 1, 3)]
+    assert rig.metrics.mailbox_entries == 2
+
+
+@pytest.mark.shows("M10")
+async def test_entries_that_were_written_before_midnight_are_told_after_it() -> None:
+    rig = await Rig().prepare()
+    rig.presence.sessions[BOB] = [Session(WorkerId(0), 1, 1, TENANT, BOB, DEVICE, SESSION)]
+    rig.mailboxes.fail("materialise", StoreUnknown(), applied=True)
+    _writer, _fanout, mailbox = rig.roles()
+    async with rig.running(mailbox):
+        await _append(rig, 1, 2)
+        await happens(lambda: rig.mailbox_state.shards[shard_of(BOB)].watermark == 2, what="they are written")
+        rig.clock.advance(milliseconds=DAY_MS)
+        await happens(partial(_comes_to, rig, mailbox, 2), what="everything is finished")
+    assert pushed_places(rig) == [(0, 1), (1, 2)]
 
 
 @pytest.mark.shows("M7", "M10")
