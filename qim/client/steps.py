@@ -182,14 +182,7 @@ class StoreSteps:
     def rebuild(self, cursor: MailboxSeq, items: Sequence[RebuildItem]) -> Applied:
         applied = Applied()
         for item in items:
-            local = self._connection.execute(
-                "SELECT coalesce(max(conversation_seq), 0) FROM message WHERE conversation_id = ?",
-                (item.conversation_id,),
-            ).fetchone()[0]
-            if item.head_seq > local:
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO gap VALUES (?,?,?)", (item.conversation_id, local, item.head_seq)
-                )
+            self._note_holes(item.conversation_id, item.head_seq)
             self._touch(item.conversation_id, item.target, item.head_seq, item.read_seq, item.last_activity)
         self._set_meta("cursor", cursor)
         applied.conversations = self._conversations_of(item.conversation_id for item in items)
@@ -278,6 +271,21 @@ class StoreSteps:
                 )
             if is_own:
                 self._release(message, applied, is_duplicate=True)
+
+    def _note_holes(self, conversation_id: ConversationId, head: Seq) -> None:
+        """Every stretch that is missing behind the first message that is here, or all when none is.
+
+        Not only what lies above the highest: a push may have brought the newest before the rebuild.
+        """
+        self._connection.execute(
+            "INSERT OR REPLACE INTO gap"
+            " WITH held AS (SELECT conversation_seq AS seq FROM message"
+            "   WHERE conversation_id = ?1 AND conversation_seq <= ?2),"
+            " started AS (SELECT seq FROM held UNION ALL SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM held)),"
+            " stretch AS (SELECT seq, lead(seq, 1, ?2 + 1) OVER (ORDER BY seq) AS next FROM started)"
+            " SELECT ?1, seq, next - 1 FROM stretch WHERE next > seq + 1",
+            (conversation_id, head),
+        )
 
     def _note_beginning(self, message: Message) -> None:
         """What lies before the first message that is seen of a conversation, only history can tell.

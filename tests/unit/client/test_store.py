@@ -432,6 +432,15 @@ async def test_a_rebuild_sets_cursor_and_gaps_in_one_transaction_and_pages_close
 
 
 @pytest.mark.shows("M9")
+async def test_a_push_that_came_before_the_rebuild_hides_no_hole_from_it(store: Store) -> None:
+    await store.apply(Incoming(messages=[build_message(n) for n in (1, 2, 3)], cursor=MailboxSeq(10)))
+    await store.apply(Incoming(messages=[build_message(n) for n in (7, 9)]))
+    item = RebuildItem(CONVERSATION, TARGET, Seq(9), Seq(4), Millis(1))
+    await store.rebuild(cursor=MailboxSeq(77), items=[item])
+    assert sorted(await store.gaps(TARGET)) == [Gap(Seq(3), Seq(6)), Gap(Seq(7), Seq(8))]
+
+
+@pytest.mark.shows("M9")
 async def test_what_lies_before_the_first_message_of_a_conversation_is_a_gap_for_history(
     store: Store,
 ) -> None:
