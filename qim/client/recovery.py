@@ -6,11 +6,12 @@ was changed before its one transaction.
 
 Rebuild. The cursor is older than the mailbox keeps, or above what the server has. The batch carried
 covered_through = W, read before anything else, so whatever comes later lies above W and is read after the
-rebuild. The whole SESSION_LIST is read, then one transaction sets cursor = W and notes a gap for every stretch
-up to head_seq that is not here; a push may have brought the newest message already. A server without SESSION_LIST answers UNSUPPORTED: then the heads of the
-conversations that this store knows are asked one by one. A conversation that is not known here and has
-nothing in the mailbox any more stays invisible until its next message; only the list could tell it. Then a
-gap is noted for all that lies before that message, so nothing of it stays missing.
+rebuild. The whole SESSION_LIST is read, then one transaction sets cursor = W and notes a gap for every
+stretch up to head_seq that is not here; a push may have brought the newest message already. A server without
+SESSION_LIST answers UNSUPPORTED: then the heads of the conversations that this store knows are asked one by
+one. A conversation that is not known here and has nothing in the mailbox any more stays invisible until its
+next message; only the list could tell it. Then a gap is noted for all that lies before that message, so
+nothing of it stays missing.
 """
 
 import asyncio

@@ -13,6 +13,7 @@ from tests.faults.pausing import ask_store
 from tests.faults.shifted_clock import ShiftedClock
 from tests.faults.wrapped import write_wrapper
 from tests.services import StoreServer
+from tests.waiting import eventually
 
 HOUR = 3600.0
 DAY = 86_400.0
@@ -71,10 +72,11 @@ def test_the_time_of_a_store_moves_and_comes_back(
     store: StoreServer, clock: ShiftedClock, seconds: float
 ) -> None:
     assert abs(store_seconds(store) - true_seconds()) < NEAR
+    # A server may answer with the time of the pass of its loop that had begun before the step.
     clock.shift(seconds=seconds)
-    assert abs(store_seconds(store) - true_seconds() - seconds) < NEAR
+    eventually(lambda: abs(store_seconds(store) - true_seconds() - seconds) < NEAR, what="the time has moved")
     clock.shift(seconds=0)
-    assert abs(store_seconds(store) - true_seconds()) < NEAR
+    eventually(lambda: abs(store_seconds(store) - true_seconds()) < NEAR, what="the time has come back")
 
 
 def test_a_key_expires_early_when_the_clock_of_the_store_jumps(
