@@ -74,7 +74,8 @@ async def test_a_worker_killed_at_a_step_loses_and_doubles_nothing(
         load = build_load(server)
         await load.run(messages_per_user=MESSAGES)
         assert struck.read_text() == f"failpoint_hit {step}\n", "the fault did not strike, or struck twice"
-        assert "worker_restarted" in server.log() or server.log().count("worker_started") > 1
+        # The step may have come with the last messages: the worker is back a moment after the load.
+        eventually(lambda: server.log().count("worker_started") > 1, what="the worker was started again")
         await judge(server, load)
 
 
