@@ -47,8 +47,9 @@ SENDS_BURST: Final = 1_000
 FAILED_LOGINS_BURST: Final = 3
 FAILED_LOGINS_PER_SECOND: Final = 0.17
 """Per address: three mistakes at once, then ten a minute. Verifying a signature is the dear part."""
-ECHO_WAIT_MS: Final = 200
-"""An echo waits for something to travel with: most do in a busy conversation, and nobody waits for one."""
+ECHO_WAIT_MS: Final = 1_000
+"""An echo waits for something to travel with, and nobody waits for it. At 200 ms half of them still left
+alone when everybody said five things a second, and a write is the dearest step."""
 READ_BUFFER_BYTES: Final = 262_144
 """One buffer per worker, shared by all its sockets; a read is parsed before the next begins."""
 TLS_SHUTDOWN_TIMEOUT_MS: Final = 2_000
@@ -111,8 +112,8 @@ ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
 """How long a role waits before it repeats what a store refused or left open; the last one repeats."""
 
 # --- fanout ------------------------------------------------------------------------------------------
-FANOUT_PASS_INTERVAL_MS: Final = 20
-"""Pause after a small batch: four passes of the writer share what fan-out and mailbox cost per batch."""
+FANOUT_PASS_INTERVAL_MS: Final = 25
+"""Pause after a small batch: five passes of the writer share what fan-out and mailbox cost per batch."""
 FANOUT_POSITION_INTERVAL_MS: Final = 100
 """How often positions are stored: so much a restart dispatches again, for a quarter of the calls."""
 FANOUT_BATCH_RECORDS_MAX: Final = 512
