@@ -86,6 +86,14 @@ class ServerConfig:
         bool,
         Key("Whether each worker's loop keeps to one CPU. Off where it shares the CPUs with the store."),
     ] = True
+    keep_awake: Annotated[
+        bool,
+        Key(
+            "Whether idle CPUs spin instead of sleeping while the server runs. A light load then costs a "
+            "tenth less processor time per message, and the host more electricity. Needs to write "
+            "/dev/cpu_dma_latency."
+        ),
+    ] = False
     drain_timeout_ms: Annotated[
         Milliseconds, Key("Time for a polite stop; what is unfinished then, the next start recovers.")
     ] = limits.DRAIN_DEADLINE_MS

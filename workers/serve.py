@@ -35,6 +35,7 @@ from qim.logsetup import configure_logging, set_reference_key
 from qim.metrics import SNAPSHOT_BYTES
 from qim.tokens import TokenVerifier
 from workers.admin import AdminJob, run_admin
+from workers.awake import keep_awake
 from workers.failpoints import failpoints_from_environment
 from workers.heartbeat import HeartbeatPage
 from workers.listeners import Listeners
@@ -77,6 +78,8 @@ def serve(command: Command) -> int:
     set_reference_key(read_secret(config.log.reference_key, environ=os.environ).reveal())
     password = read_secret(config.redis.password, environ=os.environ)
     _occupy_folder(Path(config.server.runtime_dir))
+    if config.server.keep_awake:
+        keep_awake()
     forget_reload(config)
     workers = worker_count(config, profile)
     _raise_descriptor_limit(config.gateway.connections_max + DESCRIPTORS_SPARE)
