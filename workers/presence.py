@@ -7,21 +7,26 @@ store. All users that became unknown questions during one pass are asked in one 
 so a wave of log-ins costs few round trips.
 
 The table is memory; losing it costs pulls. Who goes away is withdrawn by name, or with the link to their
-gateway. Full: the newcomer is closed with RESOURCE_EXHAUSTED, registered sessions stay. The store fails: the
-announcement is answered with 0, which means "not known" and makes nobody wait; the user stays unknown, so
-the next ping asks again.
+gateway. Full: the newcomer is closed with RESOURCE_EXHAUSTED, registered sessions stay. REPLACED, which
+ends a client for good, is said only where the order of two log-ins is sure; otherwise the client comes
+again. The store fails: the announcement is answered with 0, which means "not known" and makes nobody wait;
+the user stays unknown, so the next ping asks again.
 """
 
 from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from qim import limits
 from qim.domain.placement import Placement, shard_of_user
 from qim.domain.presence import UNKNOWN, Outcome, PresenceTable, Session
-from qim.errors import ClientError, Replaced, ResourceExhausted, StoreError
+from qim.errors import ClientError, Replaced, ResourceExhausted, StoreError, Unavailable
 from qim.ids import MAILBOX_SEQ_MAX, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.ports import MailboxPage, MailboxPageQuery, MailboxStore
 from workers.inbox import Inbox
+
+_FULL: Final = ResourceExhausted("too many sessions", retry_after_ms=limits.LINK_RETRY_MS_MAX)
+_REPLACED: Final = Replaced("a later log-in of this device took over")
+_COME_AGAIN: Final = Unavailable("another connection of this device", retry_after_ms=limits.LINK_RETRY_MS_MIN)
 
 
 class PresenceAnswers(Protocol):
@@ -55,20 +60,13 @@ class Presence:
 
     def announce(self, session: Session, *, repeated: bool) -> None:
         """Registers, then answers: now, or after the store was asked. `repeated`: not a log-in."""
-        outcome, displaced = self._table.announce(session, repeated=repeated)
-        match outcome:
-            case Outcome.FULL:
-                self._answers.close_session(
-                    session, ResourceExhausted("too many sessions", retry_after_ms=limits.LINK_RETRY_MS_MAX)
-                )
-                return
-            case Outcome.REPLACED_BY_LATER:
-                self._answers.close_session(session, Replaced("a later log-in of this device is connected"))
-                return
-            case Outcome.REGISTERED:
-                pass
-        if displaced is not None:
-            self._answers.close_session(displaced, Replaced("a later log-in of this device took over"))
+        outcome, ended, is_sure = self._table.announce(session, repeated=repeated)
+        if outcome is Outcome.FULL:
+            self._answers.close_session(session, _FULL)
+        if ended is not None:
+            self._answers.close_session(ended, _REPLACED if is_sure else _COME_AGAIN)
+        if outcome is not Outcome.REGISTERED:
+            return
         newest = self._table.newest(session.tenant, session.user)
         if newest is not None:
             self._answers.announced(session, newest)

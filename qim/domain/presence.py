@@ -5,8 +5,11 @@ a message: gateways announce their sessions again, and until then a user simply 
 
     - a user is in the table exactly while at least one session of theirs is registered
     - at most one session per device; a log-in replaces the session of its device, whatever it was
-    - a *repeated* announcement (ping, link back) never displaces a later log-in of its device: session ids
-      begin with the time of their log-in, and the larger one stays
+    - a *repeated* announcement (ping, link back) never displaces a log-in that this table has seen: it must
+      be from before. Of two repeated ones, after the table was lost, the later stays: session ids begin with
+      the time of their log-in
+    - a client is told for good that it was replaced only where that is sure. Gateways have clocks of their
+      own, and two links may change the order of two log-ins; who was ended on such evidence comes again
     - a withdrawal names its session, so the late end of an old socket cannot remove the new one
     - `newest` is 0 (not known) or exactly the user's newest entry at or below W: the store's answer at the
       first log-in, from then on what `advance` was told. It is forgotten together with the last session
@@ -40,8 +43,8 @@ class Session(NamedTuple):
 
 class Outcome(Enum):
     REGISTERED = "registered"
-    REPLACED_BY_LATER = "replaced_by_later"
-    """A later log-in of this device is registered: the announcer must go."""
+    REFUSED = "refused"
+    """Another session of this device stays."""
     FULL = "full"
 
 
@@ -49,16 +52,20 @@ class Announcement(NamedTuple):
     """What an announcement did."""
 
     outcome: Outcome
-    displaced: Session | None
-    """The session of the same device that must be closed now."""
+    ended: Session | None = None
+    """The one of two sessions of a device that must be closed now."""
+    is_sure: bool = True
+    """Whether the other one is known to be later, not only by the clocks of their gateways."""
 
 
 class _User:
-    __slots__ = ("asked", "newest", "sessions", "stay")
+    __slots__ = ("asked", "logged_in", "newest", "sessions", "stay")
 
     def __init__(self, stay: int) -> None:
         self.stay = stay
         self.sessions: dict[DeviceId, Session] = {}
+        self.logged_in: set[DeviceId] = set()
+        """Devices whose session was seen at its log-in; the others were announced again."""
         self.newest = UNKNOWN
         self.asked = False
         """Whether the store has answered: then 0 means that the mailbox is empty."""
@@ -88,19 +95,26 @@ class PresenceTable:
         key = (session.tenant, session.user)
         user = self._users.get(key)
         held = user.sessions.get(session.device) if user else None
-        if held is None:
+        if user is None or held is None:
             held_by_user = len(user.sessions) if user else 0
             if self._count >= self._sessions_max or held_by_user >= self._sessions_per_user_max:
-                return Announcement(Outcome.FULL, None)
+                return Announcement(Outcome.FULL)
             self._count += 1
-        elif repeated and held.session > session.session:
-            return Announcement(Outcome.REPLACED_BY_LATER, None)
+        elif repeated and held.session != session.session:
+            if session.device in user.logged_in:
+                return Announcement(Outcome.REFUSED, session)
+            if held.session > session.session:
+                return Announcement(Outcome.REFUSED, session, is_sure=False)
         if user is None:
             self._stays += 1
             user = self._users[key] = _User(self._stays)
         user.sessions[session.device] = session
-        displaced = held if held is not None and held.session != session.session else None
-        return Announcement(Outcome.REGISTERED, displaced)
+        if not repeated:
+            user.logged_in.add(session.device)
+        if held is None or held.session == session.session:
+            return Announcement(Outcome.REGISTERED)
+        is_sure = not repeated and (held.worker == session.worker or held.session < session.session)
+        return Announcement(Outcome.REGISTERED, held, is_sure)
 
     def withdraw(self, tenant: TenantId, user_id: UserId, session_id: SessionId) -> bool:
         """Removes exactly this session; False when it is not the registered one any more."""
@@ -127,6 +141,7 @@ class PresenceTable:
 
     def _remove(self, user: _User, device: DeviceId, session: Session) -> None:
         del user.sessions[device]
+        user.logged_in.discard(device)
         self._count -= 1
         if not user.sessions:
             del self._users[session.tenant, session.user]

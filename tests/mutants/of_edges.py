@@ -285,6 +285,32 @@ OF_EDGES: Final = (
         ),
     ),
     Mutant(
+        "repetition-throws-out-a-log-in",
+        "A dead connection that is announced again, at a gateway whose clock is ahead, ends the living one.",
+        ("O13",),
+        (f"{_PRESENCE}test_what_is_announced_again_does_not_throw_out_a_log_in_whatever_the_clocks_say",),
+        (
+            Change(
+                "qim/domain/presence.py",
+                "            if session.device in user.logged_in:\n",
+                "            if False:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "ended-for-good-on-the-word-of-a-clock",
+        "A client is told for good that it was replaced, by a log-in that may be the earlier one.",
+        ("O13",),
+        (f"{_PRESENCE}test_a_log_in_whose_order_is_not_sure_ends_nobody_for_good",),
+        (
+            Change(
+                "qim/domain/presence.py",
+                "        is_sure = not repeated and (",
+                "        is_sure = True or (",
+            ),
+        ),
+    ),
+    Mutant(
         "handshake-without-end",
         "A peer that begins a handshake and says no more is kept for a minute.",
         ("F-43",),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qim.domain.presence import Outcome, PresenceTable, Session
+from qim.domain.presence import Announcement, Outcome, PresenceTable, Session
 from qim.ids import DeviceId, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 
 TENANT = TenantId(1)
@@ -18,7 +18,7 @@ def session(number: int, *, user: UserId = ALICE, device: DeviceId = PHONE, work
 
 def test_a_registered_session_is_where_pushes_go() -> None:
     table = PresenceTable()
-    assert table.announce(session(1), repeated=False) == (Outcome.REGISTERED, None)
+    assert table.announce(session(1), repeated=False) == Announcement(Outcome.REGISTERED)
     assert table.sessions_of(TENANT, ALICE) == [session(1)]
     assert table.sessions_of(TENANT, BOB) == []
     assert table.sessions_of(TenantId(2), ALICE) == []
@@ -27,14 +27,16 @@ def test_a_registered_session_is_where_pushes_go() -> None:
 def test_two_devices_of_one_user_live_side_by_side() -> None:
     table = PresenceTable()
     table.announce(session(1), repeated=False)
-    assert table.announce(session(2, device=TABLET), repeated=False).displaced is None
+    assert table.announce(session(2, device=TABLET), repeated=False).ended is None
     assert len(table.sessions_of(TENANT, ALICE)) == 2
 
 
 def test_a_later_log_in_of_a_device_replaces_the_earlier() -> None:
     table = PresenceTable()
     table.announce(session(1), repeated=False)
-    assert table.announce(session(2, worker=3), repeated=False) == (Outcome.REGISTERED, session(1))
+    assert table.announce(session(2, worker=3), repeated=False) == Announcement(
+        Outcome.REGISTERED, session(1)
+    )
     assert table.sessions_of(TENANT, ALICE) == [session(2, worker=3)]
     assert len(table) == 1
 
@@ -42,28 +44,60 @@ def test_a_later_log_in_of_a_device_replaces_the_earlier() -> None:
 def test_a_log_in_counts_even_when_the_wall_clock_has_stepped_back() -> None:
     table = PresenceTable()
     table.announce(session(5), repeated=False)
-    assert table.announce(session(2), repeated=False).displaced == session(5)
+    assert table.announce(session(2), repeated=False) == Announcement(Outcome.REGISTERED, session(5))
 
 
 def test_the_ping_of_a_replaced_session_does_not_throw_out_its_successor() -> None:
     table = PresenceTable()
     table.announce(session(2), repeated=False)
-    assert table.announce(session(1), repeated=True) == (Outcome.REPLACED_BY_LATER, None)
+    assert table.announce(session(1), repeated=True) == Announcement(Outcome.REFUSED, session(1))
     assert table.sessions_of(TENANT, ALICE) == [session(2)]
+
+
+@pytest.mark.shows("O13")
+def test_what_is_announced_again_does_not_throw_out_a_log_in_whatever_the_clocks_say() -> None:
+    """A dead connection at a gateway whose clock is ahead; the device is back through another one."""
+    table = PresenceTable()
+    table.announce(session(1, worker=1), repeated=False)
+    dead = session(9, worker=2)
+    assert table.announce(dead, repeated=True) == Announcement(Outcome.REFUSED, dead)
+    assert table.sessions_of(TENANT, ALICE) == [session(1, worker=1)]
+
+
+@pytest.mark.shows("O13")
+@pytest.mark.parametrize("worker", [1, 2])
+def test_a_log_in_whose_order_is_not_sure_ends_nobody_for_good(worker: int) -> None:
+    """Through another gateway it may have been overtaken on its way; through the same one it was not."""
+    table = PresenceTable()
+    held = session(5, worker=1)
+    table.announce(held, repeated=False)
+    answer = table.announce(session(4, worker=worker), repeated=False)
+    assert answer == Announcement(Outcome.REGISTERED, held, is_sure=worker == 1)
+
+
+def test_a_log_in_that_has_gone_does_not_count_for_the_next_session_of_its_device() -> None:
+    table = PresenceTable()
+    table.announce(session(1), repeated=False)
+    table.withdraw(TENANT, ALICE, session(1).session)
+    table.announce(session(2, device=TABLET), repeated=False)
+    table.announce(session(3), repeated=True)
+    assert table.announce(session(4), repeated=True).outcome is Outcome.REGISTERED
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_after_the_owner_was_lost_the_later_session_wins_in_any_order(order: tuple[int, int]) -> None:
+def test_after_the_owner_was_lost_the_later_session_stays_and_the_other_comes_again(
+    order: tuple[int, int],
+) -> None:
     table = PresenceTable()
-    for number in order:
-        table.announce(session(number), repeated=True)
+    answers = [table.announce(session(number), repeated=True) for number in order]
     assert table.sessions_of(TENANT, ALICE) == [session(2)]
+    assert (answers[1].ended, answers[1].is_sure) == (session(1), False)
 
 
 def test_a_repeated_announcement_changes_nothing() -> None:
     table = PresenceTable()
     table.announce(session(1), repeated=False)
-    assert table.announce(session(1), repeated=True) == (Outcome.REGISTERED, None)
+    assert table.announce(session(1), repeated=True) == Announcement(Outcome.REGISTERED)
     assert len(table) == 1
 
 

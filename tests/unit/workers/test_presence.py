@@ -6,7 +6,7 @@ from typing import Self, cast
 
 from qim.domain.placement import Placement, shard_of_user
 from qim.domain.presence import PresenceTable, Session
-from qim.errors import ClientError, Replaced, ResourceExhausted, StoreRefused
+from qim.errors import ClientError, Replaced, ResourceExhausted, StoreRefused, Unavailable
 from qim.ids import DeviceId, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.limits import PRESENCE_READS_MAX
 from qim.ports import MailboxPage, MailboxPageQuery, MailboxStore
@@ -171,6 +171,17 @@ async def test_the_ping_of_a_replaced_session_is_sent_away() -> None:
         ((closed, error),) = owner.answers.closed
         assert (closed, error.code) == (old, Replaced.code)
         assert owner.presence.sessions_of(TENANT, old.user) == [new]
+
+
+async def test_who_was_ended_on_the_word_of_a_clock_is_asked_to_come_again() -> None:
+    async with Owner() as owner:
+        faster, overtaken = session(7, login=2, worker=1), session(7, login=1)
+        owner.presence.announce(faster, repeated=False)
+        owner.presence.announce(overtaken, repeated=False)
+        ((closed, error),) = owner.answers.closed
+        assert (closed, error.code) == (faster, Unavailable.code)
+        assert error.retry_after_ms > 0
+        assert owner.presence.sessions_of(TENANT, faster.user) == [overtaken]
 
 
 async def test_a_full_table_sends_the_newcomer_away() -> None:
