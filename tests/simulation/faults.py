@@ -81,6 +81,11 @@ class Pipe:
         self._answers_at = 0.0
         server.pipes.append(self)
 
+    @property
+    def waiting(self) -> int:
+        """How many commands are on their way to the server."""
+        return len(self._waiting)
+
     def call(self, run: Callable[[], Any]) -> "asyncio.Future[Any]":
         """Issues a command now; its effect and its answer come later."""
         answer: asyncio.Future[Any] = self._loop.create_future()
@@ -91,15 +96,20 @@ class Pipe:
             return answer
         rates, dice = self.rates, self._rng.random()
         if dice < rates.refused:
-            self._strike("refused")
-            self._at(self._answer_time(), _fail, answer, StoreRefused("refused by the schedule"))
-            return answer
+            return self.refuse()
         command = Command(run, answer, self._loop.time())
         self._waiting.append(command)
         self._unanswered.append(command)
         now = self._loop.time()
         self._arrives_at = max(self._arrives_at, now + self._delay(), self._server.stopped_until)
         self._at(self._arrives_at, self._execute_next)
+        return answer
+
+    def refuse(self) -> "asyncio.Future[Any]":
+        """The answer to a command that fails before its effect."""
+        self._strike("refused")
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._at(self._answer_time(), _fail, answer, StoreRefused("refused by the schedule"))
         return answer
 
     def _at(self, when: float, callback: Callable[..., None], *args: Any) -> None:
@@ -224,12 +234,12 @@ class FaultyPort:
     def __init__(self, adapter: Any, pipe: Pipe, *, owner: SentEpochs | None = None) -> None:
         """`owner` knows the epochs that every command carries; None: this port is not fenced."""
         self._adapter = adapter
-        self._pipe = pipe
+        self.pipe = pipe
         self._owner = owner
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._adapter, name)
-        pipe, owner = self._pipe, self._owner
+        pipe, owner = self.pipe, self._owner
 
         def issue(*args: Any, **kwargs: Any) -> "asyncio.Future[Any]":
             if owner is None:
@@ -258,11 +268,11 @@ class FaultyLog(FaultyPort):
 
     def append(self, records: Sequence[tuple[SlotId, bytes]]) -> "asyncio.Future[list[Offset | None]]":
         records = list(records)
-        if records and self._rng.random() < self._pipe.rates.partly:
+        if records and self._rng.random() < self.pipe.rates.partly:
             stored = self._rng.randrange(len(records) + 1)
             told = self._rng.random() < 0.5
-            return self._pipe.call(lambda: self._append_partly(records, stored, told=told))
-        return self._pipe.call(lambda: self._adapter.append(records))
+            return self.pipe.call(lambda: self._append_partly(records, stored, told=told))
+        return self.pipe.call(lambda: self._adapter.append(records))
 
     def _append_partly(
         self, records: list[tuple[SlotId, bytes]], stored: int, *, told: bool
@@ -276,7 +286,7 @@ class FaultyLog(FaultyPort):
         return answer
 
     def open_reader(self, positions: Mapping[SlotId, Offset]) -> "FaultyReader":
-        return FaultyReader(self._adapter.open_reader(positions), self._pipe, self._rng)
+        return FaultyReader(self._adapter.open_reader(positions), self.pipe, self._rng)
 
 
 class FaultyReader:

@@ -23,6 +23,8 @@ TOPOLOGIES: Final = ("together", "together", "apart", "instances")
 
 WORKER_FAULTS: Final = ("kill", "kill", "usurp", "usurp", "pause", "drain")
 STORE_FAULTS: Final = ("cut_pipe", "cut_pipe", "stop_server", "crash_server")
+MOMENTS: Final = ("taking", "dispatching", "noting", "delivering")
+FATES: Final = ("lost", "under way", "refused")
 CLIENT_FAULTS: Final = ("cut_client", "cut_client", "half_open", "kill_device", "no_network")
 LINK_FAULTS: Final = ("cut_link",)
 
@@ -46,6 +48,12 @@ class Strike(NamedTuple):
     what: str
     target: int
     seconds: float
+    amid: str = ""
+    """Of a kill that waits for its moment (`moments.py`): the kind of call in which the process dies,"""
+    fate: str = ""
+    """what becomes of the call,"""
+    after: float = 0.0
+    """and how long after its begin, in longest delays of the stores."""
 
 
 class Plan(NamedTuple):
@@ -92,7 +100,8 @@ def draw_plan(seed: int) -> Plan:
         # A quarter of the runs crosses midnight: the day of the shards turns under way.
         start_ms=START_MS + (DAY_MS - rng.randint(0, 4_000) if rng.random() < 0.25 else 36_000_000),
         wrong_clocks_ms=tuple(_draw_wrong_clock(rng) for _ in range(workers)),
-        acts=_draw_acts(rng, users, devices, seconds), strikes=_draw_strikes(rng, workers, devices, seconds),
+        acts=_draw_acts(rng, users, devices, seconds),
+        strikes=_aim(Random(f"aims of {seed}"), _draw_strikes(rng, workers, devices, seconds)),
         rates=_draw_rates(rng), commit_failures=rng.choice((0.0, 0.0, 0.0, 0.02)),
         client_delay=rng.choice((0.002, 0.01, 0.05)), slice_share=rng.choice((0.0, 0.0, 0.1)),
         seconds=seconds, run_seed=rng.getrandbits(64),
@@ -131,6 +140,19 @@ def _draw_strikes(rng: Random, workers: int, devices: Sequence[int], seconds: fl
             lasting = 7.0  # longer than a command may take
         strikes.append(Strike(rng.uniform(0.0, seconds), what, target, lasting * rng.uniform(0.5, 1.5)))
     return tuple(sorted(strikes))
+
+
+def _aim(rng: Random, strikes: Sequence[Strike]) -> tuple[Strike, ...]:
+    """Half of the kills wait for a moment; the chance is one of its own, so all else of a plan stays."""
+    aimed = []
+    for one in strikes:
+        if one.what == "kill" and rng.random() < 0.5:
+            amid, fate = rng.choice(MOMENTS), rng.choice(FATES)
+            after = 0.0 if fate == "lost" else rng.uniform(0.1, 4.0)
+            aimed.append(one._replace(what="kill_amid", amid=amid, fate=fate, after=after))
+        else:
+            aimed.append(one)
+    return tuple(aimed)
 
 
 def _draw_rates(rng: Random) -> Rates:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from tests.simulation.faults import Server
 from tests.simulation.host import Host
+from tests.simulation.moments import KillAmid
 from tests.simulation.network import NEVER, End
 from tests.simulation.schedule import Strike
 
@@ -20,9 +21,13 @@ def strike(world: "World", one: Strike) -> None:
     """Called at the planned moment."""
     target = STRIKES[one.what](world, one)
     if target:
-        world.struck[one.what] = world.struck.get(one.what, 0) + 1
-        world.note("world", f"{one.what} strikes {target} for {one.seconds:.3f} s")
-        world.book.fault(one.what, target)
+        _note(world, one, target)
+
+
+def _note(world: "World", one: Strike, target: str) -> None:
+    world.struck[one.what] = world.struck.get(one.what, 0) + 1
+    world.note("world", f"{one.what} strikes {target} for {one.seconds:.3f} s")
+    world.book.fault(one.what, target)
 
 
 def _host(world: "World", one: Strike) -> Host | None:
@@ -41,6 +46,11 @@ def _kill(world: "World", one: Strike) -> str:
     world.hosts[one.target] = None
     world.loop.call_later(one.seconds / 4, world.start_worker, one.target)
     return host.process.name
+
+
+def _kill_amid(world: "World", one: Strike) -> str:
+    KillAmid(world, one, _note)
+    return ""  # not yet: it strikes when its moment has come
 
 
 def _pause(world: "World", one: Strike) -> str:
@@ -182,7 +192,8 @@ def _cut_link(world: "World", one: Strike) -> str:
 
 
 STRIKES: Final[dict[str, Callable[["World", Strike], str]]] = {
-    "kill": _kill, "pause": _pause, "usurp": _usurp, "drain": _drain, "cut_pipe": _cut_pipe,
-    "stop_server": _stop_server, "crash_server": _crash_server, "cut_client": _cut_client,
-    "half_open": _half_open, "kill_device": _kill_device, "no_network": _no_network, "cut_link": _cut_link,
+    "kill": _kill, "kill_amid": _kill_amid, "pause": _pause, "usurp": _usurp, "drain": _drain,
+    "cut_pipe": _cut_pipe, "stop_server": _stop_server, "crash_server": _crash_server,
+    "cut_client": _cut_client, "half_open": _half_open, "kill_device": _kill_device,
+    "no_network": _no_network, "cut_link": _cut_link,
 }  # fmt: skip

@@ -23,11 +23,10 @@ FINDING_SEEDS: Final = {
     "acknowledged-before-the-append": range(51, 61),
     "duplicate-not-recognised": range(57, 177),
     "epoch-not-checked": range(53, 73),
+    "position-stored-before-the-work": range(176, 212),
     "w-moved-before-the-entries": range(17, 77),
 }
 """Where a mutant is found at once. What a seed meets drifts with changes of the program, so a few follow."""
-RARE_SEEDS: Final = {"position-stored-before-the-work": (538,)}
-"""Found by one schedule of one or two thousand; the long run begins here."""
 
 
 def run_all(seeds: Sequence[int], *, mutant: str = "", until_failure: bool = False) -> Tally:
@@ -62,7 +61,7 @@ def test_a_hundred_thousand_schedules_find_nothing() -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mutant", sorted(FINDING_SEEDS))
-def test_a_few_known_seeds_find_each_frequent_mutant(mutant: str) -> None:
+def test_a_few_known_seeds_find_each_mutant(mutant: str) -> None:
     found = (seed for seed in FINDING_SEEDS[mutant] if run_seed(seed, mutant=mutant).violations)
     seed = next(found, None)
     assert seed is not None
@@ -73,8 +72,7 @@ def test_a_few_known_seeds_find_each_frequent_mutant(mutant: str) -> None:
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("mutant", sorted(MUTANTS))
 def test_two_thousand_schedules_find_each_mutant(mutant: str) -> None:
-    seeds = [*RARE_SEEDS.get(mutant, ()), *range(1, 2_001)]
-    tally = run_all(seeds, mutant=mutant, until_failure=True)
+    tally = run_all(range(1, 2_001), mutant=mutant, until_failure=True)
     assert tally.failures
 
 
@@ -86,7 +84,7 @@ def _replay(seed: int, *, hash_seed: str) -> bytes:
     return run.stdout
 
 
-@pytest.mark.parametrize("seed", [17, 104])
+@pytest.mark.parametrize("seed", [17, 104, 176])
 def test_a_seed_is_replayed_byte_for_byte_whatever_the_hash_seed(seed: int) -> None:
     first = _replay(seed, hash_seed="1")
     assert first == _replay(seed, hash_seed="4242")

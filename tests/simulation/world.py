@@ -6,7 +6,7 @@ stores. It judges nothing but liveness: what must become quiet does so within a 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Final, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from qim.limits import SLOTS
 from qim.tokens import Identity
 from tests.simulation.device import Client, CommitFaults, LoopStore, build_token, open_database
 from tests.simulation.dump import sample
-from tests.simulation.faults import WORLD, Rates, Server
+from tests.simulation.faults import WORLD, Pipe, Rates, Server
 from tests.simulation.host import Host, LoopClock, Servers, Setting, Verifier, WatchedLog
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Network, Weather
@@ -148,16 +148,19 @@ class World:
             self.mistakes.append(f"{host.process.name} raised {host.mistake!r}")
         self.loop.call_soon(self.end_worker, host, context=WORLD)
 
-    def end_worker(self, host: Host) -> None:
-        """Its process is gone; what it had on its way may still arrive at the stores."""
+    def end_worker(self, host: Host, *, arriving: Mapping[Pipe, int] | None = None) -> None:
+        """Its process is gone; what it had on its way may still arrive at the stores.
+
+        `arriving`: how many commands of a pipe do; of the others chance decides.
+        """
         if not host.process.is_alive:
             return
         self.note(host.process.name, "ends")
         self.loop.kill(host.process)
         self.net.drop_process(host.process)
         for pipe in host.stores.pipes.values():
-            waiting = self.rng.randint(0, 3)
-            pipe.cut(executed=waiting, late_by=self.rng.choice((0.0, 0.01, 2.0)), back_after=1e9)
+            executed = (arriving or {}).get(pipe, self.rng.randint(0, 3))
+            pipe.cut(executed=executed, late_by=self.rng.choice((0.0, 0.01, 2.0)), back_after=1e9)
 
     def start_device(self, device: Device) -> None:
         device.boots += 1
