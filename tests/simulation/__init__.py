@@ -12,10 +12,10 @@ with its gateway, router and links, `Claims`, and the SDK's engine on SQLite in 
 the writer thread of the local store and the tokens (`device.py`, `host.py`). A process is killed between two
 callbacks and nothing of it runs any more; a stopped one goes on later, with an old epoch.
 
-`world.py` runs a plan and `strikes.py` its faults; some kills wait for a call to a store and strike in its
-middle (`moments.py`). After the last fault everything heals, must become quiet
-within a bounded time, and is read once more (`dump.py`). A failure names seed and commit; replayed, its trace
-is the same byte for byte, whatever PYTHONHASHSEED says. What it shows becomes a named test where it belongs.
+`world.py` runs a plan and `strikes.py` its faults; half of the kills wait for a call to a store and strike in
+its middle (`moments.py`). After the last fault everything heals, must become quiet within a bounded time, and
+is read once more (`dump.py`). A failure names seed and commit; replayed, its trace is the same byte for byte,
+whatever PYTHONHASHSEED says. What it shows becomes a named test where it belongs.
 
 What the simulation does not have: TLS, the kernel, the Lua scripts and a real disk; other layers have those.
 `mutants.py` breaks the program on purpose: each of its mutants must be found.

@@ -23,10 +23,12 @@ TOPOLOGIES: Final = ("together", "together", "apart", "instances")
 
 WORKER_FAULTS: Final = ("kill", "kill", "usurp", "usurp", "pause", "drain")
 STORE_FAULTS: Final = ("cut_pipe", "cut_pipe", "stop_server", "crash_server")
-MOMENTS: Final = ("taking", "dispatching", "noting", "delivering")
-FATES: Final = ("lost", "under way", "refused")
 CLIENT_FAULTS: Final = ("cut_client", "cut_client", "half_open", "kill_device", "no_network")
 LINK_FAULTS: Final = ("cut_link",)
+
+MOMENTS: Final = ("taking", "dispatching", "noting", "delivering")
+FATES: Final = ("lost", "under way", "refused")
+"""Calls in which a worker may be killed, and what becomes of the call: `moments.py`."""
 
 
 class Act(NamedTuple):
