@@ -1,4 +1,4 @@
-"""The commit path of one core instance: reserve, append, mark, acknowledge; and finish what is half-done.
+"""The commit path of one core instance: reserve, append, mark, acknowledge.
 
 Where one server holds the conversations and the Outbox, one call does all of it (`OneStepCommits`), and what
 that call leaves to two steps goes the long way. State of a message while it is in flight here, owned by the
@@ -14,52 +14,40 @@ once when they are durable; so a message is never appended twice by two passes. 
 everything else, in particular about the same id with other content.
 
 **Nothing is acknowledged before its append is durable.** Where an outcome is unknown, the client is told so
-(DEADLINE_EXCEEDED), the message leaves `in_flight`, and what is RECORDED is finished by the recoverer with
-the same coordinates and the stored bytes, whether or not the client comes back. One step leaves nothing
-RECORDED: a repeat finds all of it done, or nothing. A store that contradicts itself stops the slot for sends;
-an Outbox partition that does so stops all sends of this worker, until the recoverer's next append to it
-succeeds. Reads go on in both cases. Bounded by the passes in flight, which are bounded themselves.
+(DEADLINE_EXCEEDED), the message leaves `in_flight`, and what is RECORDED is finished by the recoverer
+(`workers/recoverer.py`), which puts it on the same path. One step leaves nothing RECORDED: a repeat finds all
+of it done, or nothing. A store that contradicts itself stops the slot for sends; an Outbox partition that
+does so stops all sends of this worker, until the recoverer's next append to it succeeds (`workers/stops.py`).
+Reads go on in both cases. Bounded by the passes in flight, which are bounded themselves.
 """
 
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain import writer as rules
-from qim.domain.mailbox import is_news
 from qim.domain.placement import slot_of_bucket
 from qim.errors import (
     ClientError,
     DeadlineExceeded,
-    QimError,
     RecordCorrupt,
     StoreBroken,
-    StoreError,
     StoreRefused,
     StoreUnknown,
     Unavailable,
 )
-from qim.ids import BucketId, Millis, Offset, Seq, SlotId
-from qim.limits import (
-    RECOVER_AGE_MS,
-    REQUEST_DEADLINE_MS,
-    SCRIPT_RUN_ITEMS_MAX,
-    UNFINISHABLE_MESSAGES_MAX,
-    WRITER_BATCH_MESSAGES_MAX,
-)
+from qim.ids import Offset, SlotId
+from qim.limits import REQUEST_DEADLINE_MS
 from qim.metrics import Metrics
 from qim.ports import (
     Commit,
     CommitLog,
-    CommitResult,
     CommitStore,
     Committed,
     MessageKey,
     OneStepCommits,
-    Pending,
-    Reservation,
     Reserved,
     ReserveResult,
 )
@@ -68,6 +56,8 @@ from qim.wire.bodies import SendAck, build_error, build_message
 from qim.wire.layout import Op
 from workers.failpoints import Failpoints
 from workers.request import Request
+from workers.sending import Marking, Reserving, Sending, build_reservation, cut_runs
+from workers.stops import Stops
 
 log = get_logger()
 
@@ -84,31 +74,6 @@ class OnFatal(Protocol):
     def __call__(self, slot: SlotId) -> None: ...
 
 
-class Sending:
-    """One message in flight and everybody who waits for its coordinates."""
-
-    __slots__ = (
-        "control", "durable", "identity", "key", "message", "offset", "planned", "repeated", "requests",
-        "reserved_at", "seq",
-    )  # fmt: skip
-
-    def __init__(self, key: MessageKey, identity: bytes) -> None:
-        self.key = key
-        self.identity = identity
-        self.planned: rules.PlannedSend | None = None
-        """None: found by the recoverer."""
-        self.requests: list[Request] = []
-        self.repeated = False
-        """Whether the first of `requests` repeats what the store knew already."""
-        self.seq = Seq(0)
-        self.reserved_at = Millis(0)
-        self.message = b""
-        """The Outbox record."""
-        self.offset: Offset | None = None
-        self.control = False
-        self.durable = False
-
-
 def reply_error(request: Request, error: ClientError) -> None:
     request.origin.reply(request, build_error(request.request_id, error))
 
@@ -123,7 +88,6 @@ class Commits:
         one_step: OneStepCommits | None,
         outbox: CommitLog,
         home: SlotId,
-        buckets: Sequence[BucketId],
         clock: Clock,
         metrics: Metrics,
         failpoints: Failpoints,
@@ -133,47 +97,39 @@ class Commits:
         self._one_step = one_step
         self._outbox = outbox
         self.home = home
-        self._buckets = tuple(buckets)
         self._clock = clock
         self._metrics = metrics
         self._failpoints = failpoints
         self._on_fatal = on_fatal
         self.in_flight: dict[MessageKey, Sending] = {}
-        self.unfinishable: dict[MessageKey, str] = {}
-        """Messages whose stored record cannot be used, with the reason; only an operator can mend them.
-
-        Full: the slot of a further one stops, and the recoverer leaves stopped slots alone.
-        """
-        self.stopped: dict[SlotId, str] = {}
-        """Slots whose store contradicted itself: their sends are refused, the other slots go on."""
-        self.outbox_broken = ""
-        """Why the home partition takes nothing; sends are refused while it says something."""
-        self._broken_at = 0.0
-        self._unread = 0
+        self.stops = Stops(home=home, clock=clock, metrics=metrics)
         self._now = clock.monotonic()
 
     # --- one pass ------------------------------------------------------------------------------------
 
-    def begin(self, sends: Iterable[tuple[Request, rules.PlannedSend]]) -> list["Reserving"]:
+    def begin(self, sends: Iterable[tuple[Request, rules.PlannedSend]]) -> list[Reserving]:
         """Admits the messages and issues their reservations, in order, before anything is awaited."""
         fresh = []
+        stops = self.stops
         self._now = self._clock.monotonic()
         for request, planned in sends:
-            if self.outbox_broken or (self.stopped and slot_of_bucket(planned.route.bucket) in self.stopped):
+            if stops.outbox_broken or (stops.slots and slot_of_bucket(planned.route.bucket) in stops.slots):
                 reply_error(request, NOTHING_WRITTEN)
                 continue
             sending = self._admit(request, planned)
             if sending is not None:
                 fresh.append(sending)
-        return [self._ask(run) for run in _cut(fresh)]
+        return [self._ask(run) for run in cut_runs(fresh)]
 
-    def _ask(self, run: list[Sending]) -> "Reserving":
-        items = [_reservation(sending) for sending in run]
+    def _ask(self, run: list[Sending]) -> Reserving:
         if self._one_step is None:
-            return Reserving(run, self._store.reserve(items))
-        return Reserving(run, self._one_step.commit(items, self.home))
+            return self._reserve(run)
+        return Reserving(run, self._one_step.commit([*map(build_reservation, run)], self.home))
 
-    async def finish(self, reserving: list["Reserving"]) -> list["Marking"]:
+    def _reserve(self, run: list[Sending]) -> Reserving:
+        return Reserving(run, self._store.reserve([*map(build_reservation, run)]))
+
+    async def finish(self, reserving: list[Reserving]) -> list[Marking]:
         """Brings what `begin` has begun to its end; every request is answered when this returns.
 
         What comes back is committed in the store as soon as the store answers: see `settle`.
@@ -182,13 +138,13 @@ class Commits:
             return []
         recorded, apart = await self._take(reserving)
         if apart:
-            reserved = [Reserving(run, self._store.reserve([*map(_reservation, run)])) for run in _cut(apart)]
+            reserved = [self._reserve(run) for run in cut_runs(apart)]
             recorded += (await self._take(reserved))[0]
-        marks = await self._publish(recorded)
+        marks = await self.publish(recorded)
         self._failpoints.hit("writer.acknowledged")
         return marks
 
-    async def _take(self, reserving: Iterable["Reserving"]) -> tuple[list[Sending], list[Sending]]:
+    async def _take(self, reserving: Iterable[Reserving]) -> tuple[list[Sending], list[Sending]]:
         """Those whose record must be appended, and those which one step could not commit."""
         recorded: list[Sending] = []
         apart: list[Sending] = []
@@ -226,7 +182,7 @@ class Commits:
             self.in_flight[key] = sending
         return sending
 
-    async def _reserved(self, part: "Reserving") -> list[ReserveResult | None]:
+    async def _reserved(self, part: Reserving) -> list[ReserveResult | None]:
         """None where the message was already answered."""
         try:
             return [*await part.call]
@@ -263,7 +219,7 @@ class Commits:
             return True
         if outcome is Reserved.RECORDED:
             sending.repeated = True
-            return self._take_stored(sending, result.record)
+            return self.take_stored(sending, result.record)
         if outcome is Reserved.COMMITTED:
             sending.repeated = True
             self._answer_known(sending)
@@ -275,11 +231,12 @@ class Commits:
         self._give_up([sending], _REFUSALS[outcome])
         return False
 
-    def _take_stored(self, sending: Sending, stored: bytes) -> bool:
+    def take_stored(self, sending: Sending, stored: bytes) -> bool:
+        """Goes on with the bytes that were reserved first; False where they cannot be read."""
         try:
             record = decode_record(stored)
         except RecordCorrupt as error:
-            self._note_unfinishable(sending, error)
+            self.stops.note_unfinishable(sending.key, error)
             self._give_up([sending], UNKNOWN)
             return False
         sending.control = record.message_type == _CONTROL
@@ -292,7 +249,7 @@ class Commits:
         )
         return True
 
-    async def _publish(self, recorded: list[Sending]) -> list["Marking"]:
+    async def publish(self, recorded: list[Sending]) -> list[Marking]:
         """Append, mark, acknowledge."""
         if not recorded:
             return []
@@ -300,7 +257,7 @@ class Commits:
         self._failpoints.hit("writer.appended")
         marks = [
             Marking(run, self._store.mark_committed([self._commit(sending) for sending in run]))
-            for run in _cut(durable)
+            for run in cut_runs(durable)
         ]
         self._failpoints.hit("writer.marked")
         # The marks are on the connection: whoever is acknowledged now and reads next, reads behind them.
@@ -310,7 +267,7 @@ class Commits:
             self._settle_requests(sending)
         return marks
 
-    async def settle(self, marks: Iterable["Marking"]) -> int:
+    async def settle(self, marks: Iterable[Marking]) -> int:
         """Reads the answers of `mark_committed`; how many messages became COMMITTED by us."""
         committed = 0
         for mark in marks:
@@ -326,10 +283,10 @@ class Commits:
         except (StoreUnknown, StoreRefused) as error:
             log.warning("outbox_append_unknown", records=len(recorded), reason=str(error))
         except StoreBroken as error:
-            self._break_outbox(str(error))
+            self.stops.break_outbox(str(error))
         else:
-            if self.outbox_broken:
-                self._mend_outbox()
+            if self.stops.outbox_broken:
+                self.stops.mend_outbox()
         durable = []
         for sending, offset in zip(recorded, offsets, strict=True):
             if offset is None:
@@ -346,7 +303,7 @@ class Commits:
             sending.offset,
         )  # fmt: skip
 
-    async def _marked(self, mark: "Marking") -> int:
+    async def _marked(self, mark: Marking) -> int:
         """Reads the answer of `mark_committed`; what it did not do, the recoverer repeats."""
         committed = 0
         try:
@@ -359,8 +316,8 @@ class Commits:
                     alone = self._store.mark_committed([self._commit(sending)])
                     committed += await self._marked(Marking([sending], alone))
                 return committed
-            self._note_unfinishable(mark.run[0], error)
-            self._stop_slot(mark.run[0], error)
+            self.stops.note_unfinishable(mark.run[0].key, error)
+            self.stops.stop_slot(slot_of_bucket(mark.run[0].key.bucket), error)
         else:
             for sending, result in zip(mark.run, results, strict=True):
                 if result.outcome is Committed.COMMITTED:
@@ -410,31 +367,8 @@ class Commits:
             del self.in_flight[sending.key]
 
     def _break(self, sending: Sending, error: StoreBroken) -> None:
-        self._stop_slot(sending, error)
+        self.stops.stop_slot(slot_of_bucket(sending.key.bucket), error)
         self._give_up([sending], UNKNOWN)
-
-    def _stop_slot(self, sending: Sending, error: QimError) -> None:
-        slot = slot_of_bucket(sending.key.bucket)
-        if slot not in self.stopped:
-            log.error("slot_stopped", role="writer", slot=slot, reason=str(error))
-            self._metrics.slot_stopped[slot] += 1
-        self.stopped[slot] = str(error)
-
-    def _break_outbox(self, reason: str) -> None:
-        # Another process would meet the same partition; ending this one would only take the reads away too.
-        if not self.outbox_broken:
-            log.error("outbox_broken", slot=self.home, reason=reason)
-            self._metrics.slot_stopped[self.home] += 1
-        self.outbox_broken = reason
-        self._broken_at = self._clock.monotonic()
-
-    def _is_outbox_due(self) -> bool:
-        return self._clock.monotonic() - self._broken_at > REQUEST_DEADLINE_MS / 1000
-
-    def _mend_outbox(self) -> None:
-        self.outbox_broken = ""
-        self._metrics.slot_stopped[self.home] -= 1
-        log.info("slot_resumed", role="writer", slot=self.home)
 
     def expire(self) -> None:
         """Answers requests that have waited too long; their messages go on and keep their coordinates."""
@@ -447,106 +381,3 @@ class Commits:
                 self._metrics.writer_unknown += len(late)
                 for request in late:
                     reply_error(request, UNKNOWN)
-
-    # --- the recoverer -------------------------------------------------------------------------------
-
-    async def recover(self, *, older_than_ms: int = RECOVER_AGE_MS) -> int:
-        """Finishes RECORDED messages that nobody works on; how many were finished.
-
-        Bounded by one page per call: what is left waits for the next call, a second later. What cannot be
-        finished is passed over, and the page grows by it, so that it never hides what lies behind it.
-        """
-        entries_max = WRITER_BATCH_MESSAGES_MAX + len(self.in_flight) + len(self.unfinishable)
-        try:
-            pending = await self._store.read_pending(
-                self._recoverable(), older_than_ms=older_than_ms, entries_max=entries_max
-            )
-        except StoreError as error:
-            self._unread += 1
-            if is_news(self._unread):
-                log.warning("recoverer_could_not_read", attempts=self._unread, reason=str(error))
-            return 0
-        self._unread = 0
-        adopted = [sending for item in pending if (sending := self._adopt(item))]
-        if self.outbox_broken and not (adopted or self.in_flight) and self._is_outbox_due():
-            self._mend_outbox()  # nothing is left to try it with: the next send does
-        recovered = await self.settle(await self._publish(adopted))
-        self._metrics.writer_recovered += recovered
-        return recovered
-
-    def _recoverable(self) -> Sequence[BucketId]:
-        """Where a stopped slot may hold what could not be noted, it waits for its operator as a whole."""
-        if len(self.unfinishable) < UNFINISHABLE_MESSAGES_MAX:
-            return self._buckets
-        return [bucket for bucket in self._buckets if slot_of_bucket(bucket) not in self.stopped]
-
-    def _adopt(self, item: Pending) -> Sending | None:
-        if item.key in self.in_flight or item.key in self.unfinishable:
-            return None
-        sending = Sending(item.key, item.identity)
-        sending.repeated = True
-        sending.seq = item.seq
-        sending.reserved_at = item.reserved_at
-        if not self._take_stored(sending, item.record):
-            return None
-        self.in_flight[item.key] = sending
-        return sending
-
-    def retry(self, slot: SlotId) -> bool:
-        """Sends to the slot again, and lets the recoverer try again what it could not finish there."""
-        given_up = [key for key in self.unfinishable if slot_of_bucket(key.bucket) == slot]
-        for key in given_up:
-            del self.unfinishable[key]
-        if slot in self.stopped:
-            del self.stopped[slot]
-            self._metrics.slot_stopped[slot] -= 1
-            log.info("slot_resumed", role="writer", slot=slot)
-            return True
-        return bool(given_up)
-
-    def _note_unfinishable(self, sending: Sending, error: QimError) -> None:
-        if sending.key not in self.unfinishable:  # a client that asks again and again is no news
-            if len(self.unfinishable) >= UNFINISHABLE_MESSAGES_MAX:
-                self._stop_slot(sending, error)
-                return
-            slot = slot_of_bucket(sending.key.bucket)
-            log.error("pending_unfinishable", slot=slot, reason=str(error))
-        self.unfinishable[sending.key] = str(error)
-
-
-class Reserving:
-    """A run whose reservation, or commit in one step, is on the way."""
-
-    __slots__ = ("call", "run")
-
-    def __init__(self, run: list[Sending], call: Awaitable[list[ReserveResult]]) -> None:
-        self.run = run
-        self.call = call
-
-
-class Marking:
-    """A run whose commit marks are on the way."""
-
-    __slots__ = ("call", "run")
-
-    def __init__(self, run: list[Sending], call: Awaitable[list[CommitResult]]) -> None:
-        self.run = run
-        self.call = call
-
-
-def _reservation(sending: Sending) -> Reservation:
-    planned = sending.planned
-    assert planned is not None
-    return Reservation(
-        sending.key, sending.identity, planned.record_bytes, planned.record.reserved_at, planned.expires_at,
-        planned.outbox_frame,
-    )  # fmt: skip
-
-
-def _cut(sendings: list[Sending]) -> list[list[Sending]]:
-    if len(sendings) <= SCRIPT_RUN_ITEMS_MAX:
-        return [sendings] if sendings else []
-    return [
-        sendings[start : start + SCRIPT_RUN_ITEMS_MAX]
-        for start in range(0, len(sendings), SCRIPT_RUN_ITEMS_MAX)
-    ]

@@ -81,6 +81,7 @@ from workers.commits import NOTHING_WRITTEN, Commits, OnFatal, reply_error
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.inbox import Inbox
+from workers.recoverer import Recoverer
 from workers.request import Request
 
 log = get_logger()
@@ -126,18 +127,24 @@ class Writer:
         self._instances: dict[int, _Instance] = {}
         for instance in sorted({placement.core_instance_of(SlotId(slot)) for slot in slots}):
             mine = [SlotId(slot) for slot in slots if placement.core_instance_of(SlotId(slot)) == instance]
+            commits = Commits(
+                store=stores[instance],
+                one_step=one_step.get(instance),
+                outbox=outbox,
+                home=placement.home_partition(worker),
+                clock=clock,
+                metrics=metrics,
+                failpoints=failpoints,
+                on_fatal=on_fatal,
+            )
             self._instances[instance] = _Instance(
                 store=stores[instance],
-                commits=Commits(
+                commits=commits,
+                recoverer=Recoverer(
+                    commits=commits,
                     store=stores[instance],
-                    one_step=one_step.get(instance),
-                    outbox=outbox,
-                    home=placement.home_partition(worker),
                     buckets=[BucketId(bucket) for slot in mine for bucket in buckets_of_slot(slot)],
-                    clock=clock,
                     metrics=metrics,
-                    failpoints=failpoints,
-                    on_fatal=on_fatal,
                 ),
                 clock=clock,
                 metrics=metrics,
@@ -153,11 +160,7 @@ class Writer:
         """What does not go on by itself and why, for the operator's tools."""
         found: dict[str, str] = {}
         for instance in self._instances.values():
-            found |= {f"slot {slot}": reason for slot, reason in instance.commits.stopped.items()}
-            if instance.commits.outbox_broken:
-                found[f"Outbox partition {instance.commits.home}"] = instance.commits.outbox_broken
-            for key, reason in instance.commits.unfinishable.items():
-                found[f"message {key.conversation.hex()} {key.client_message_id.hex()}"] = reason
+            found |= instance.commits.stops.describe()
         return found
 
     @property
@@ -226,12 +229,12 @@ class Writer:
         """One pass of the recoverer over all own buckets; with 0 at the claim, when nothing is in flight."""
         recovered = 0
         for instance in self._instances.values():
-            recovered += await instance.commits.recover(older_than_ms=older_than_ms)
+            recovered += await instance.recoverer.recover(older_than_ms=older_than_ms)
         return recovered
 
     def retry(self, slot: SlotId) -> bool:
         """An operator has mended the slot's keys; False when nothing of it was given up here."""
-        return any(instance.commits.retry(slot) for instance in self._instances.values())
+        return any(instance.commits.stops.retry(slot) for instance in self._instances.values())
 
     async def _run_recoverer(self) -> None:
         while True:
@@ -251,6 +254,7 @@ class _Instance:
         *,
         store: CommitStore,
         commits: Commits,
+        recoverer: Recoverer,
         clock: Clock,
         metrics: Metrics,
         failpoints: Failpoints,
@@ -263,6 +267,7 @@ class _Instance:
             bytes_max=WRITER_BATCH_BYTES_MAX * (WRITER_WAITING_MESSAGES_MAX // WRITER_BATCH_MESSAGES_MAX),
         )
         self.commits = commits
+        self.recoverer = recoverer
         self.lanes = lanes
         self.ended = asyncio.Event()
         self.is_full = False

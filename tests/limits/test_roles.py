@@ -134,15 +134,15 @@ async def test_messages_that_cannot_be_finished_are_noted_up_to_the_bound_then_t
     rig: Rig,
 ) -> None:
     writer = rig.roles().writer
-    commits = writer._instances[0].commits
+    stops = writer._instances[0].commits.stops
     async with rig.running(writer):
         await _half_done(rig, writer, UNFINISHABLE_MESSAGES_MAX + 1)
         conversation = rig.commit_state.conversations[(BUCKET, TENANT, CONVERSATION)]
         whole = dict(conversation.records)
         conversation.records.update(dict.fromkeys(whole, b"garbage"))
         assert await writer.recover_once() == 1, "Carol's"
-        assert len(commits.unfinishable) == UNFINISHABLE_MESSAGES_MAX
-        assert list(commits.stopped) == [slot_of_conversation()]
+        assert len(stops.unfinishable) == UNFINISHABLE_MESSAGES_MAX
+        assert list(stops.slots) == [slot_of_conversation()]
         rig.send(writer, 1_000)
         rig.send(writer, 1_000, target=CAROL)
         await happens(lambda: len(rig.alice.answers) == UNFINISHABLE_MESSAGES_MAX + 4, what="the next")

@@ -9,6 +9,7 @@ _AFTER_A_KILL: Final = "tests/unit/workers/test_recovery.py::"
 _RESERVE: Final = "tests/lua/test_reserve_messages.py::"
 _MARK: Final = "tests/lua/test_mark_committed.py::"
 _COMMITS: Final = "workers/commits.py"
+_RECOVERER: Final = "workers/recoverer.py"
 _RESERVE_LUA: Final = "lua/reserve_messages.lua"
 _MARK_LUA: Final = "lua/mark_committed.lua"
 _FINISHED: Final = f"{_AFTER_A_KILL}test_what_was_recorded_at_a_kill_is_finished_without_its_client"
@@ -65,7 +66,7 @@ OF_WRITER: Final = (
         ),
         (
             Change(
-                _COMMITS,
+                _RECOVERER,
                 "adopted = [sending for item in pending if (sending := self._adopt(item))]",
                 "adopted = [sending for item in pending[:0] if (sending := self._adopt(item))]",
             ),
@@ -93,9 +94,9 @@ OF_WRITER: Final = (
         (f"{_ROLE}test_the_recoverer_leaves_alone_what_a_pass_still_works_on",),
         (
             Change(
-                _COMMITS,
-                "if item.key in self.in_flight or item.key in self.unfinishable:",
-                "if item.key in self.unfinishable:",
+                _RECOVERER,
+                "if item.key in in_flight or item.key in self._stops.unfinishable:",
+                "if item.key in self._stops.unfinishable:",
             ),
         ),
     ),
@@ -120,8 +121,8 @@ OF_WRITER: Final = (
         (
             Change(
                 _COMMITS,
-                "return self._take_stored(sending, result.record)",
-                "return self._take_stored(sending, planned.record_bytes)",
+                "return self.take_stored(sending, result.record)",
+                "return self.take_stored(sending, planned.record_bytes)",
             ),
         ),
     ),

@@ -24,14 +24,14 @@ from workers.shards import Run, Shards
 @contextmanager
 def acknowledged_before_the_append() -> Iterator[None]:
     """The client is told before the Outbox has the record."""
-    publish = Commits._publish
+    publish = Commits.publish
 
     async def eager(self: Commits, recorded: list[Any]) -> Any:
         for sending in recorded:
             self._settle_requests(sending)
         return await publish(self, recorded)
 
-    with mock.patch.object(Commits, "_publish", eager):
+    with mock.patch.object(Commits, "publish", eager):
         yield
 
 

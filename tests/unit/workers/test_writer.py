@@ -385,8 +385,7 @@ async def test_a_broken_outbox_partition_refuses_sends_serves_reads_and_goes_on_
 async def test_a_broken_outbox_partition_with_nothing_left_to_try_is_tried_by_the_next_send(
     rig: Rig, writer: Writer
 ) -> None:
-    commits = writer._instances[0].commits
-    commits._break_outbox("no stream")
+    writer._instances[0].commits.stops.break_outbox("no stream")
     await writer.recover_once()
     assert writer.stopped
     rig.clock.advance(milliseconds=9_000)
