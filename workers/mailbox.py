@@ -1,8 +1,8 @@
 """The mailbox role: dispatch records into mailboxes, watermarks forward, pushes out, pulls answered.
 
-Per mailbox instance it runs the loops of `workers/shards.py` (fused runs, back-off, push), the lanes of
-`workers/serial.py` (general path, one record at a time) and of `workers/pulls.py` (PULL_MAILBOX). Instances
-share nothing, so a slow one delays only its own shards.
+Per mailbox instance it runs the loops of `workers/shards.py` (fused runs) and `workers/pauses.py` (back-off),
+the lanes of `workers/serial.py` (general path, one record at a time) and of `workers/pulls.py`
+(PULL_MAILBOX). Instances share nothing, so a slow one delays only its own shards.
 
 A shard that does not fit its log is refused at the start; one that meets a record it must not finish stops
 alone and stays stopped. The operator's three words are here. `retry` reads the record again. `skip` gives up
@@ -165,7 +165,7 @@ class Mailbox:
                 loops = [
                     instance.shards.run_reader(),
                     instance.shards.run_finisher(),
-                    instance.shards.run_resumer(),
+                    instance.shards.pauses.run_resumer(),
                     *(instance.serial.run_lane() for _lane in range(LANES)),
                 ]
                 self._loops += [tasks.create_task(loop) for loop in loops]
@@ -194,7 +194,7 @@ class Mailbox:
         """Reads the record that the shard stands at again."""
         instance, shard, stopped = self._stopped_at(slot)
         log.warning("shard_retried", slot=slot, offset=stopped.offset)
-        await instance.shards.release(shard)
+        await instance.shards.pauses.release(shard)
 
     async def skip(self, slot: SlotId, offset: Offset) -> None:
         """Finishes the one record that the shard stands at without delivering it."""
@@ -208,7 +208,7 @@ class Mailbox:
         if outcome is not Materialised.DONE:
             raise FailedPrecondition(f"slot {slot} cannot skip {offset}: {outcome.value}")
         log.warning("record_skipped", role="mailbox", slot=slot, offset=offset, reason=stopped.reason)
-        await instance.shards.release(shard)
+        await instance.shards.pauses.release(shard)
 
     async def redeliver(self, slot: SlotId, offset: Offset) -> int:
         """Dispatches a record again for the recipients who do not hold it; how many they are."""

@@ -36,6 +36,8 @@ class Serial:
 
     def __init__(self, *, shards: Shards, store: MailboxStore, failpoints: Failpoints) -> None:
         self._shards = shards
+        self._pauses = shards.pauses
+        self._pushes = shards.pushes
         self._store = store
         self._failpoints = failpoints
         self._permits = asyncio.Semaphore(MAILBOX_PERMITS)
@@ -43,27 +45,27 @@ class Serial:
     async def run_lane(self) -> None:
         """Until cancelled."""
         while True:
-            for shard in await self._shards.serial.take(1):
+            for shard in await self._pauses.serial.take(1):
                 await self.serve(shard)
 
     async def serve(self, shard: Shard) -> None:
         """Finishes the queue of a shard, or stops at the first record that does not finish."""
         while shard.queue and not shard.held:
             await self._step(shard, shard.queue[0])
-        self._shards.served(shard)
+        self._pauses.served(shard)
 
     async def _step(self, shard: Shard, delivery: Delivery) -> None:
         write = delivery.write
         try:
             outcome = await self._materialise(write, shard.watermark)
         except (StoreUnknown, StoreRefused) as error:
-            self._shards.fail(shard, str(error))
+            self._pauses.fail(shard, str(error))
             return
         except StoreBroken as error:
-            self._shards.stop(shard, shard.offset_of(write.mailbox_seq), write.dispatch_id, str(error))
+            self._pauses.stop(shard, shard.offset_of(write.mailbox_seq), write.dispatch_id, str(error))
             return
         if not outcome.is_passed:
-            self._shards.note_refused(shard, delivery, outcome)
+            self._pauses.note_refused(shard, delivery, outcome)
             return
         if shard.queue:
             shard.queue.popleft()
@@ -71,7 +73,7 @@ class Serial:
         shard.alone = False
         self._shards.note_passed([delivery])
         self._failpoints.hit("mailbox.finished")
-        await self._shards.tell([delivery], [outcome])
+        await self._pushes.tell([delivery], [outcome])
         self._failpoints.hit("mailbox.pushed")
 
     async def _materialise(self, write: MailboxWrite, watermark: MailboxSeq) -> Materialised:

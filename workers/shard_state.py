@@ -6,8 +6,8 @@
     held        the partition is paused and what was read of it is forgotten; it comes back at W, or stays
                 while `stopped` says why
 
-Only the loop changes a shard, and only `workers/shards.py` and `workers/serial.py` do. A shard lost with its
-process is built again from the store: nothing here is durable, and nothing needs to be.
+Only the loop changes a shard, and only `workers/shards.py`, `workers/pauses.py` and `workers/serial.py` do. A
+shard lost with its process is built again from the store: nothing here is durable, and nothing needs to be.
 """
 
 from collections import deque

@@ -169,7 +169,7 @@ OF_MAILBOX: Final = (
         (
             Change(
                 "workers/shards.py",
-                "            done = []\n            self._fail_run(run, error)\n",
+                "            done = []\n            self.pauses.fail_run(run.deliveries, error)\n",
                 "            assert error\n",
             ),
         ),
@@ -181,7 +181,7 @@ OF_MAILBOX: Final = (
         (f"{_TOLD}test_a_repeated_dispatch_is_not_told_again_at_a_place_where_nothing_stands",),
         (
             Change(
-                "workers/shards.py",
+                "workers/pushes.py",
                 "            if outcome is Materialised.DONE:\n                self.push([delivery])\n",
                 "            if outcome is not Materialised.PASSED:\n                self.push([delivery])\n",
             ),
@@ -194,7 +194,7 @@ OF_MAILBOX: Final = (
         (f"{_TOLD}test_a_repeat_that_is_read_again_after_midnight_is_not_told_either",),
         (
             Change(
-                "workers/shards.py",
+                "workers/pushes.py",
                 "[next(found) if outcome is Materialised.PASSED",
                 "[Materialised.DONE if outcome is Materialised.PASSED",
             ),
@@ -223,7 +223,7 @@ OF_MAILBOX: Final = (
                 "workers/shards.py",
                 "        runs = [self._call(run) for run in rules.cut_runs(fused)]\n",
                 "        runs = [self._call(run) for run in rules.cut_runs(fused)]\n"
-                "        self.push(fused)\n",
+                "        self.pushes.push(fused)\n",
             ),
         ),
     ),
@@ -234,7 +234,7 @@ OF_MAILBOX: Final = (
         (f"{_ROLE}test_every_session_is_told_and_the_sending_device_gets_the_echo",),
         (
             Change(
-                "workers/shards.py",
+                "workers/pushes.py",
                 "                    echo = user == sender and session.device == device\n",
                 "                    echo = user == sender and session.device == device\n"
                 "                    if echo:\n                        continue\n",
@@ -248,7 +248,7 @@ OF_MAILBOX: Final = (
         (f"{_ROLE}test_the_same_dispatch_with_another_digest_stops_the_shard",),
         (
             Change(
-                "workers/shards.py",
+                "workers/pauses.py",
                 'self._stop_at(shard, write, "the dispatch id is known with another digest")',
                 'self.fail(shard, "the dispatch id is known with another digest")',
             ),
@@ -261,9 +261,9 @@ OF_MAILBOX: Final = (
         (f"{_ROLE}test_a_partition_that_jumps_stops_its_shard_alone",),
         (
             Change(
-                "workers/shards.py",
+                "workers/pauses.py",
                 "        if shard.stopped is None:\n            shard.stopped = StoppedShard(offset,",
-                "        for other in self.shards.values():\n            other.held = True\n"
+                "        for other in self._shards.values():\n            other.held = True\n"
                 "            self._pause(other.slot)\n"
                 "        if shard.stopped is None:\n            shard.stopped = StoppedShard(offset,",
             ),
@@ -289,7 +289,7 @@ OF_MAILBOX: Final = (
         (
             Change(
                 "workers/shards.py",
-                "                self.stop(shard, offset, rules.identify(data)[0], str(error))\n"
+                "                self.pauses.stop(shard, offset, rules.identify(data)[0], str(error))\n"
                 "            return None",
                 "                shard.sent = mailbox_seq\n            return None",
             ),
@@ -300,7 +300,7 @@ OF_MAILBOX: Final = (
         "A store whose W fell is written to as if nothing had happened.",
         ("M4",),
         (f"{_ROLE}test_a_store_that_has_lost_its_watermark_is_not_written_to",),
-        (Change("workers/shards.py", "state.watermark < shard.watermark or ", ""),),
+        (Change("workers/pauses.py", "state.watermark < shard.watermark or ", ""),),
     ),
     Mutant(
         "another-log-accepted",
@@ -318,7 +318,7 @@ OF_MAILBOX: Final = (
         ),
         (
             Change(
-                "workers/shards.py",
+                "workers/pauses.py",
                 "        if len(shard.queue) >= MAILBOX_QUEUE_RECORDS_MAX:\n",
                 "        if len(shard.queue) >= 100 * MAILBOX_QUEUE_RECORDS_MAX:\n",
             ),
@@ -331,7 +331,7 @@ OF_MAILBOX: Final = (
         ("tests/unit/workers/test_mailbox_bounds.py::test_the_records_of_a_shard_run_one_after_the_other",),
         (
             Change(
-                "workers/shards.py",
+                "workers/pauses.py",
                 "if shard.queue and not shard.serving and not shard.held and not shard.in_flight:",
                 "if shard.queue and not shard.held and not shard.in_flight:",
             ),

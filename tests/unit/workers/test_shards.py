@@ -86,7 +86,7 @@ async def test_records_that_w_has_passed_unseen_are_told_as_well() -> None:
     rig.presence.newest.clear()
     # A surprise: W in the store is ahead of what this process has seen.
     shard.reload = True
-    await instance.shards.reopen(shard)
+    await instance.shards.pauses.reopen(shard)
     assert shard.watermark == 0
     reader = instance.shards._reader
     assert reader is not None
