@@ -4,19 +4,16 @@ There is one object per connection, and it is everything the worker holds for it
 buffer of its own (reads land in the gateway's shared buffer and are parsed before the next one begins), no
 task, no timer, no list before it is needed. With tens of thousands of idle connections each of these counts.
 
-This module moves bytes and keeps facts; every decision is the gateway's, which owns the table of connections.
+This module moves bytes and keeps facts; every decision is the gateway's and those of the connections that it
+owns (`workers/connections.py`).
 Order of a connection: `connection_made` after the TLS handshake, `buffer_updated` per read, `collect` and
 `push` during a pass, `flush` at its end, `finish` once, `connection_lost` at last.
 Full: more than the allowed bytes unread make the gateway end the connection (SLOW_CONSUMER). While the peer
 does not take what it was sent, nothing more is read from it. A peer that dies is noticed by its silence.
-
-A connection is named by (handle, generation): a handle is reused, a generation is not, so a late answer never
-reaches a stranger.
 """
 
 import asyncio
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 
 from qim.domain.gateway import NEVER, ConnectionTimes, TokenBucket
 from qim.ids import DeviceId, SessionId, TenantId, UserId, WorkerId
@@ -26,7 +23,6 @@ from qim.wire.connection import ServerConnection
 if TYPE_CHECKING:
     from workers.gateway import Gateway
 
-_GENERATIONS: Final = 2**32
 NO_USER = UserId(b"")
 NO_DEVICE = DeviceId(b"")
 NO_SESSION = SessionId(b"")
@@ -176,40 +172,3 @@ class ClientSocket(asyncio.BufferedProtocol):
             if data:
                 self._transport.write(data)
             self._transport.close()
-
-
-class ConnectionTable:
-    """The connections of one worker by handle."""
-
-    def __init__(self) -> None:
-        self._sockets: list[ClientSocket | None] = []
-        self._free: list[int] = []
-        self._generation = 0
-
-    def __len__(self) -> int:
-        return len(self._sockets) - len(self._free)
-
-    def __iter__(self) -> Iterator[ClientSocket]:
-        return (sock for sock in self._sockets if sock is not None)
-
-    def add(self, sock: ClientSocket) -> None:
-        """Gives the connection its name."""
-        self._generation = (self._generation + 1) % _GENERATIONS
-        sock.generation = self._generation
-        if self._free:
-            sock.handle = self._free.pop()
-            self._sockets[sock.handle] = sock
-        else:
-            sock.handle = len(self._sockets)
-            self._sockets.append(sock)
-
-    def find(self, handle: int, generation: int) -> ClientSocket | None:
-        """The connection of that name; None when it has ended."""
-        if handle >= len(self._sockets):
-            return None
-        sock = self._sockets[handle]
-        return sock if sock is not None and sock.generation == generation else None
-
-    def remove(self, sock: ClientSocket) -> None:
-        self._sockets[sock.handle] = None
-        self._free.append(sock.handle)

@@ -2,22 +2,20 @@
 
 A read is parsed where it lands, in the one buffer that all sockets share. Its frames become requests and go
 to the router at once; their bodies are not opened here. What comes back is collected per connection and
-leaves at the end of the pass; an echo waits a little for company. The gateway owns the table of connections
-and nothing durable: whatever it loses, a client repeats or pulls.
+leaves at the end of the pass; an echo waits a little for company. AUTH and PING go to `workers/login.py`,
+the end of a connection and its deadlines to `workers/connections.py`.
 
-Order of a log-in: token verified → announced to the owner of the user's shard → the owner's answer →
-AUTH_ACK. So the session is registered before the client pulls, and nothing falls between. PING takes the same
-way, therefore PONG carries the true newest mailbox sequence.
+The gateway owns the listener and who may come in: how many sockets are open, in all and per address, and how
+fast each user, address and tenant may send. Nothing of it is durable: whatever it loses, a client repeats or
+pulls.
 
 Full: too many connections → GOAWAY with a time to come back. Too many sends → RESOURCE_EXHAUSTED each. More
-than 1,024 unanswered requests or 1 MiB unread → SLOW_CONSUMER, and a pull brings what was not pushed. All
-deadlines (AUTH, silence, a trickled frame, the end of a token) hang on one heap that one timer sweeps.
+than 1,024 unanswered requests or 1 MiB unread → SLOW_CONSUMER, and a pull brings what was not pushed.
 The owner of a request dies: the router answers UNAVAILABLE or DEADLINE_EXCEEDED, the connections stay.
 A client dies: its silence is noticed, its session is withdrawn by name.
 """
 
 import asyncio
-import secrets
 import socket
 import ssl
 from collections.abc import Iterable, Sequence
@@ -29,10 +27,7 @@ from qim import limits
 from qim.clock import Clock
 from qim.domain.gateway import (
     DESTINATIONS,
-    NEVER,
-    Deadlines,
     Destination,
-    FailedLogins,
     GatewayLimits,
     SendQuotas,
     TokenBucket,
@@ -40,45 +35,31 @@ from qim.domain.gateway import (
     grant,
     is_slow,
     may_connect,
-    next_deadline,
     reconnect_after_ms,
     retry_after_ms,
-    slow_consumer,
-    token_end,
 )
 from qim.errors import (
-    AuthRequired,
     ClientError,
     GoingAway,
     RemoteProtocolError,
     ResourceExhausted,
-    Unauthenticated,
     Unavailable,
     Unsupported,
     VersionUnsupported,
 )
-from qim.ids import MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.logsetup import Repeats
 from qim.metrics import Metrics
 from qim.records import entry_coordinates
-from qim.tokens import REFUSED, Identity, TokenVerifier
-from qim.wire.bodies import (
-    Auth,
-    AuthAck,
-    Ping,
-    Pong,
-    build_echo_entry,
-    build_error,
-    build_goaway,
-    build_message,
-    decode_body,
-)
+from qim.tokens import TokenVerifier
+from qim.wire.bodies import build_echo_entry, build_error, build_goaway
 from qim.wire.connection import State
 from qim.wire.frames import Frame
 from qim.wire.layout import CLIENT_OPS, Op
-from qim.wire.link import Announce, PushedTo
-from workers.client_socket import ClientSocket, ConnectionTable, Waiting
+from qim.wire.link import PushedTo
+from workers.client_socket import ClientSocket
+from workers.connections import Connections, Withdrawals
 from workers.handshake_memory import HandshakeMemory
+from workers.login import Logins, Owners
 from workers.outbound import Outbound
 from workers.request import Request
 
@@ -87,25 +68,16 @@ _SEND: Final = int(Op.SEND_MESSAGE)
 _CONVERSATION: Final = Destination.CONVERSATION
 _USER: Final = Destination.USER
 _READY: Final = State.READY
-_SESSION_TIME_BYTES: Final = 6
 
 log = get_logger()
 
 
-class GatewayRouter(Protocol):
+class GatewayRouter(Owners, Withdrawals, Protocol):
     """The way to the owners, local or not (`workers/router.py`)."""
 
     def route(self, request: Request, destination: Destination) -> None:
         """Hands over one request; whatever happens, `request.origin` gets exactly one answer."""
         ...
-
-    def owner_of_user(self, tenant: TenantId, user: UserId) -> WorkerId: ...
-
-    def announce(self, owner: WorkerId, announce: Announce) -> bool:
-        """False: the owner cannot be reached, there will be no answer."""
-        ...
-
-    def withdraw(self, owner: WorkerId, tenant: TenantId, user: UserId, session: SessionId) -> None: ...
 
 
 class Gateway:
@@ -128,20 +100,26 @@ class Gateway:
         self.congested: set[ClientSocket] = set()
         """Connections whose transport holds back bytes; they note themselves."""
         self._router = router
-        self._tokens = tokens
         self._clock = clock
         self._bounds = bounds
         self._metrics = metrics
         self._tls = tls
-        self._table = ConnectionTable()
+        self._connections = Connections(owners=router, clock=clock, bounds=bounds, metrics=metrics)
+        self._table = self._connections.table
+        self.logins = Logins(
+            connections=self._connections,
+            owners=router,
+            tokens=tokens,
+            clock=clock,
+            bounds=bounds,
+            metrics=metrics,
+        )
         self._handshakes = HandshakeMemory()
         self._open = 0
         self._of_address: dict[bytes, int] = {}
-        self._deadlines = Deadlines()
-        self._failed_logins = FailedLogins(bounds.failed_logins)
         self._quotas = SendQuotas(bounds)
         self._server: asyncio.Server | None = None
-        self._slow, self._broken = Repeats(), Repeats()
+        self._broken = Repeats()
         self._draining = False
         self._stopped = asyncio.Event()
 
@@ -192,13 +170,13 @@ class Gateway:
         connected = list(self._table)
         for index, sock in enumerate(connected):
             after = reconnect_after_ms(index, len(connected))
-            self._collect(sock, build_goaway(GoingAway("the server is going down"), reconnect_after_ms=after))
+            self._connections.collect(
+                sock, build_goaway(GoingAway("the server is going down"), reconnect_after_ms=after)
+            )
         while any(sock.unanswered for sock in self._table) and self._clock.monotonic() < deadline:
             await asyncio.sleep(limits.SWEEP_INTERVAL_MS / 1000)
         for sock in connected:
-            if not sock.ended:
-                self._forget(sock)
-                sock.finish(b"", with_collected=True)
+            self._connections.part(sock)
         self._stopped.set()
 
     def sweep(self) -> None:
@@ -207,16 +185,7 @@ class Gateway:
         self._handshakes.look(now)
         self.outbound.sweep(now)
         self._metrics.send_queue_bytes = sum(sock.unsent_bytes for sock in self.congested)
-        for at, handle, generation in self._deadlines.due(now):
-            sock = self._table.find(handle, generation)
-            if sock is None or sock.remind_at != at:
-                continue
-            over_at, error, reason = next_deadline(self._bounds, sock.times)
-            if over_at > now:
-                self._remind(sock, over_at)
-                continue
-            self._metrics.auth_late += error is AuthRequired
-            self._end(sock, error(reason))
+        self._connections.sweep(now)
 
     @property
     def open_sockets(self) -> int:
@@ -239,12 +208,10 @@ class Gateway:
             sock.finish(build_goaway(GoingAway("no room"), reconnect_after_ms=after), with_collected=False)
             return
         _set_options(transport.get_extra_info("socket"))
-        self._table.add(sock)
         now = self._clock.monotonic()
         self._metrics.handshake.observe(now - sock.connected_at)
         sock.connected_at = sock.heard_at = now
-        self._metrics.connections = len(self._table)
-        self._look_again(sock)
+        self._connections.add(sock)
 
     def on_bytes(self, sock: ClientSocket, count: int) -> None:
         """One read: `count` bytes of the shared buffer belong to this connection."""
@@ -257,20 +224,20 @@ class Gateway:
         except ClientError as error:
             if isinstance(error, RemoteProtocolError | VersionUnsupported):
                 self._note_broken(error)
-            self._end(sock, error)
+            self._connections.end(sock, error)
             return
         metrics = self._metrics
         metrics.bytes_in += count
         metrics.frames_in += len(frames)
         sock.heard_at = now
-        self._watch_frame(sock, now, progressed=bool(frames))
+        self._connections.watch_frame(sock, now, progressed=bool(frames))
         if not frames:
             return
         if was_ready:
             self._on_requests(sock, frames, now)
         else:
             sock.unanswered += 1
-            self._on_auth(sock, frames[0], now)
+            self.logins.on_auth(sock, frames[0], now)
 
     def on_lost(self, sock: ClientSocket) -> None:
         self._open -= 1
@@ -279,14 +246,12 @@ class Gateway:
             self._of_address[sock.address] = left
         else:
             del self._of_address[sock.address]
-        if not sock.ended:
-            self._forget(sock)
-            sock.finish(b"", with_collected=False)
+        self._connections.lose(sock)
 
     def admits_write(self, sock: ClientSocket, unread: int, frames: int, size: int) -> bool:
         """Asked once per connection and pass, before its write."""
         if is_slow(self._bounds, unsent_bytes=unread + size, unanswered=0):
-            self._end_slow(sock, unread + size)
+            self._connections.end_slow(sock, unread + size)
             return False
         self._metrics.frames_out += frames
         self._metrics.bytes_out += size
@@ -297,7 +262,7 @@ class Gateway:
     def _on_requests(self, sock: ClientSocket, frames: Sequence[Frame], now: float) -> None:
         sock.unanswered += len(frames)
         if is_slow(self._bounds, unsent_bytes=0, unanswered=sock.unanswered):
-            self._end_slow(sock, sock.unsent_bytes)
+            self._connections.end_slow(sock, sock.unsent_bytes)
             return
         if self._draining:
             self._refuse_all(sock, frames)
@@ -330,7 +295,7 @@ class Gateway:
             if opcode == Op.PONG:
                 sock.unanswered -= 1
             else:
-                self._answer(sock, build_error(request_id, error))
+                self._connections.answer(sock, build_error(request_id, error))
 
     def _grant_sends(self, sock: ClientSocket, frames: Sequence[Frame], now: float) -> int:
         sends = 0
@@ -346,7 +311,7 @@ class Gateway:
     def _refuse_for_rate(self, sock: ClientSocket, request_id: int, now: float) -> None:
         self._metrics.shed_rate += 1
         after = retry_after_ms(self._buckets_of(sock, now), now)
-        self._answer(
+        self._connections.answer(
             sock, build_error(request_id, ResourceExhausted("too many requests", retry_after_ms=after))
         )
 
@@ -354,127 +319,18 @@ class Gateway:
         opcode, request_id, _ = frame
         match opcode:
             case Op.PING:
-                self._on_ping(sock, frame)
+                self.logins.on_ping(sock, frame)
             case Op.AUTH:
                 # A signature costs as much as a message, so renewals are charged like one.
                 if grant(self._buckets_of(sock, now), 1, now):
-                    self._on_auth(sock, frame, now)
+                    self.logins.on_auth(sock, frame, now)
                 else:
                     self._refuse_for_rate(sock, request_id, now)
             case Op.PONG:
                 sock.unanswered -= 1
             case _:
                 error = Unsupported(f"{Op(opcode).name} is not served yet")
-                self._answer(sock, build_error(request_id, error))
-
-    def _on_ping(self, sock: ClientSocket, frame: Frame) -> None:
-        try:
-            ping: Ping = decode_body(Op.PING, frame.body)
-        except ClientError as error:
-            self._answer(sock, build_error(frame.request_id, error))
-            return
-        self._await_owner(sock, Waiting(Op.PING, frame.request_id, ping.time))
-        if not self._announce(sock, repeated=True):
-            self._answer_waiting(sock, MailboxSeq(0))
-
-    # --- log-in --------------------------------------------------------------------------------------
-
-    def _on_auth(self, sock: ClientSocket, frame: Frame, now: float) -> None:
-        first = not sock.session
-        try:
-            auth, identity = self._verify(sock, frame, now)
-        except ClientError as error:
-            self._answer(sock, build_error(frame.request_id, error))
-            # A connection that was somebody stays so until its own token ends.
-            if first:
-                self._part(sock)
-            return
-        sock.token_ends_at = token_end(
-            now_seconds=now, now_ms=self._clock.now_ms(), expires_at_ms=identity.expires_at_ms
-        )
-        if first:
-            sock.tenant, sock.user, sock.device = identity.tenant, identity.user, auth.device_id
-            sock.session = self._new_session()
-            sock.owner = self._router.owner_of_user(sock.tenant, sock.user)
-        self._look_again(sock)
-        self._await_owner(sock, Waiting(Op.AUTH, frame.request_id))
-        if not self._announce(sock, repeated=not first):
-            self._fail_waiting(sock)
-
-    def _verify(self, sock: ClientSocket, frame: Frame, now: float) -> tuple[Auth, Identity]:
-        """Raises what the client is told. The cheap checks come first, the signature last."""
-        wait_ms = self._failed_logins.wait_ms(sock.address, now)
-        if wait_ms:
-            raise ResourceExhausted("too many refused tokens", retry_after_ms=wait_ms)
-        auth: Auth = decode_body(Op.AUTH, frame.body)
-        try:
-            identity = self._tokens.verify(auth.token)
-            if identity.device not in {None, auth.device_id}:
-                raise Unauthenticated(REFUSED)
-            if sock.session and (identity.tenant, identity.user, auth.device_id) != (
-                sock.tenant, sock.user, sock.device,
-            ):  # fmt: skip
-                raise Unauthenticated(REFUSED)
-        except Unauthenticated:
-            self._metrics.auth_refused += 1
-            self._failed_logins.note_failure(sock.address, now)
-            raise
-        return auth, identity
-
-    def _new_session(self) -> SessionId:
-        """Begins with the time: of two sessions of a device the later one is known by it."""
-        time = self._clock.now_ms().to_bytes(_SESSION_TIME_BYTES, "big")
-        return SessionId(time + secrets.token_bytes(16 - _SESSION_TIME_BYTES))
-
-    def _announce(self, sock: ClientSocket, *, repeated: bool) -> bool:
-        who = (sock.tenant, sock.user, sock.device, sock.session)
-        return self._router.announce(sock.owner, Announce(sock.handle, sock.generation, *who, repeated))
-
-    def _await_owner(self, sock: ClientSocket, waiting: Waiting) -> None:
-        if sock.waiting is None:
-            sock.waiting = []
-        sock.waiting.append(waiting)
-
-    def announced(self, handle: int, generation: int, newest: MailboxSeq) -> None:
-        """The owner has registered the session; it answers announcements of one connection in order."""
-        sock = self._table.find(handle, generation)
-        if sock is not None and sock.waiting:
-            self._answer_waiting(sock, newest)
-
-    def _answer_waiting(self, sock: ClientSocket, newest: MailboxSeq) -> None:
-        """Answers the first that waits."""
-        assert sock.waiting
-        waiting = sock.waiting.pop(0)
-        if not sock.waiting:
-            sock.waiting = None
-        if waiting.opcode == Op.PING:
-            pong = Pong(self._clock.now_ms(), newest)
-            self._answer(sock, build_message(Op.PONG, waiting.request_id, pong))
-            return
-        if sock.wire.state is State.AUTHENTICATING:
-            sock.wire.authenticated()
-        self._answer(sock, build_message(Op.AUTH_ACK, waiting.request_id, self._auth_ack(sock, newest)))
-
-    def _auth_ack(self, sock: ClientSocket, newest: MailboxSeq) -> AuthAck:
-        bounds = self._bounds
-        told = {
-            "message_body_bytes": limits.MESSAGE_BODY_BYTES_MAX,
-            "page_entries": limits.PAGE_ENTRIES_MAX,
-            "unanswered_requests": bounds.unanswered_requests_max,
-            "sends_per_second": int(bounds.sends.per_second),
-            "sends_burst": int(bounds.sends.burst),
-        }
-        return AuthAck(sock.user, sock.session, self._clock.now_ms(), bounds.ping_interval_ms, told, newest)
-
-    def _fail_waiting(self, sock: ClientSocket) -> None:
-        """The owner cannot be reached: pings are still answered, a log-in has to come again."""
-        while sock.waiting:
-            if sock.waiting[0].opcode == Op.PING or sock.wire.state is _READY:
-                self._answer_waiting(sock, MailboxSeq(0))
-                continue
-            request_id = sock.waiting.pop(0).request_id
-            self._answer(sock, build_error(request_id, Unavailable("try again", retry_after_ms=1_000)))
-            self._part(sock)
+                self._connections.answer(sock, build_error(request_id, error))
 
     # --- called by the router ------------------------------------------------------------------------
 
@@ -485,7 +341,7 @@ class Gateway:
     def deliver_reply(self, handle: int, generation: int, frame: bytes) -> None:
         sock = self._table.find(handle, generation)
         if sock is not None:
-            self._answer(sock, frame)
+            self._connections.answer(sock, frame)
 
     def deliver(self, targets: Iterable[PushedTo], entry: bytes) -> None:
         """Pushes one entry to connections of this worker; those that have gone are left out."""
@@ -502,91 +358,13 @@ class Gateway:
             else:
                 unsent_bytes = sock.push(previous, mailbox_seq, entry)
             if unsent_bytes > self._bounds.unsent_bytes_max:
-                self._end_slow(sock, sock.unsent_bytes)
-
-    def close(self, handle: int, generation: int, error: ClientError) -> None:
-        """The owner of the user's shard has decided that this session ends."""
-        sock = self._table.find(handle, generation)
-        if sock is None:
-            return
-        if sock.wire.state is State.AUTHENTICATING and sock.waiting:
-            self._answer(sock, build_error(sock.waiting.pop(0).request_id, error))
-        self._end(sock, error)
-
-    def on_owner_lost(self, owner: WorkerId) -> None:
-        """What waits for this owner's word will not get it."""
-        for sock in list(self._table):
-            if sock.waiting and sock.owner == owner:
-                self._fail_waiting(sock)
-
-    def announce_all(self, owner: WorkerId) -> None:
-        """The owner is back and knows nothing, or not all: tell it every session again."""
-        for sock in self._table:
-            if sock.owner == owner and sock.wire.state is _READY:
-                self._announce(sock, repeated=True)
-
-    # --- the table and the end of a connection -------------------------------------------------------
-
-    def _collect(self, sock: ClientSocket, frame: bytes) -> None:
-        if sock.collect(frame) > self._bounds.unsent_bytes_max:
-            self._end_slow(sock, sock.unsent_bytes)
-
-    def _answer(self, sock: ClientSocket, frame: bytes) -> None:
-        sock.unanswered -= 1
-        self._collect(sock, frame)
-
-    def _end_slow(self, sock: ClientSocket, unsent_bytes: int) -> None:
-        if sock.ended:
-            return
-        self._metrics.slow_disconnects += 1
-        if count := self._slow.count(now_ms=self._clock.now_ms()):
-            log.warning("connection_slow", count=count)
-        self._forget(sock)
-        error = slow_consumer(unsent_bytes=unsent_bytes, unanswered=sock.unanswered)
-        # What it has not read would only stand before the reason; a pull brings it again.
-        sock.finish(build_goaway(error), with_collected=False)
-
-    def _end(self, sock: ClientSocket, error: ClientError) -> None:
-        if not sock.ended:
-            self._forget(sock)
-            sock.finish(build_goaway(error, reconnect_after_ms=error.retry_after_ms), with_collected=True)
+                self._connections.end_slow(sock, sock.unsent_bytes)
 
     def _note_broken(self, error: ClientError) -> None:
         """A stranger can break frames all day long: counted each time, logged once per interval."""
         self._metrics.protocol_errors += 1
         if count := self._broken.count(now_ms=self._clock.now_ms()):
             log.warning("frame_refused", count=count, error=type(error).__name__, code=error.code)
-
-    def _part(self, sock: ClientSocket) -> None:
-        """Ends a connection that has got its reason as an answer."""
-        if not sock.ended:
-            self._forget(sock)
-            sock.finish(b"", with_collected=True)
-
-    def _forget(self, sock: ClientSocket) -> None:
-        self._table.remove(sock)
-        self._metrics.connections = len(self._table)
-        if sock.session:
-            self._router.withdraw(sock.owner, sock.tenant, sock.user, sock.session)
-
-    # --- deadlines -----------------------------------------------------------------------------------
-
-    def _watch_frame(self, sock: ClientSocket, now: float, *, progressed: bool) -> None:
-        if not sock.wire.buffered:
-            sock.frame_begun_at = NEVER
-        elif progressed or sock.frame_begun_at == NEVER:
-            sock.frame_begun_at = now
-            self._look_again(sock)
-
-    def _look_again(self, sock: ClientSocket) -> None:
-        """A deadline may have come nearer; a reminder that is early enough already stays the only one."""
-        at, _, _ = next_deadline(self._bounds, sock.times)
-        if at < sock.remind_at:
-            self._remind(sock, at)
-
-    def _remind(self, sock: ClientSocket, at: float) -> None:
-        sock.remind_at = at
-        self._deadlines.remind(at, sock.handle, sock.generation)
 
 
 def _set_options(connection: socket.socket | None) -> None:

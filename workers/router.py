@@ -210,25 +210,25 @@ class Router:
     def announced(self, session: Session, newest: MailboxSeq) -> None:
         """The owner's answer to an announcement."""
         if session.worker == self._worker:
-            self._gateway.announced(session.handle, session.generation, newest)
+            self._gateway.logins.announced(session.handle, session.generation, newest)
         elif stream := self._stream(session.worker):
             stream.send(build_announced(session.handle, session.generation, newest))
 
     def close_session(self, session: Session, error: ClientError) -> None:
         """The owner's word that a session ends."""
         if session.worker == self._worker:
-            self._gateway.close(session.handle, session.generation, error)
+            self._gateway.logins.close(session.handle, session.generation, error)
         elif stream := self._stream(session.worker):
             stream.send(build_close(session.handle, session.generation, error.code))
 
     # --- from the links ------------------------------------------------------------------------------
 
     def on_link_up(self, peer: WorkerId) -> None:
-        self._gateway.announce_all(peer)
+        self._gateway.logins.announce_all(peer)
 
     def on_link_lost(self, peer: WorkerId) -> None:
         self._presence.drop_worker(peer)
-        self._gateway.on_owner_lost(peer)
+        self._gateway.logins.on_owner_lost(peer)
 
     def on_link_reply(self, handle: int, generation: int, frame: bytes) -> None:
         self._gateway.deliver_reply(handle, generation, frame)
@@ -244,12 +244,12 @@ class Router:
                 assert stream.peer is not None
                 self._presence.announce(Session(stream.peer, *message[:6]), repeated=message.pinging)
             case Announced():
-                self._gateway.announced(*message)
+                self._gateway.logins.announced(*message)
             case Withdraw():
                 self._presence.withdraw(*message)
             case Close():
                 error = CLIENT_ERRORS.get(message.code, GoingAway)
-                self._gateway.close(
+                self._gateway.logins.close(
                     message.handle, message.generation, error("ended by the owner of the user")
                 )
             case Hello() | Reply():

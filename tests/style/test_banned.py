@@ -10,6 +10,8 @@ from tests.style.source_files import Source, called_name, functions, python_sour
 
 HOT_ROLES = (
     "workers/gateway.py",
+    "workers/connections.py",
+    "workers/login.py",
     "workers/writer.py",
     "workers/fanout.py",
     "workers/mailbox.py",

@@ -118,7 +118,7 @@ class RecordingRouter:
         self.announced.append(announce)
         if self.reachable and self.answers:
             assert self.gateway is not None
-            self.gateway.announced(announce.handle, announce.generation, NEWEST)
+            self.gateway.logins.announced(announce.handle, announce.generation, NEWEST)
         return self.reachable
 
     def withdraw(self, owner: WorkerId, tenant: TenantId, user: UserId, session: SessionId) -> None:

@@ -68,7 +68,7 @@ async def test_nothing_is_acknowledged_before_the_owner_has_registered_the_sessi
         await happens(lambda: rig.router.announced, what="announced")
         assert rig.metrics.frames_out == 0
         announce = rig.router.announced[0]
-        rig.gateway.announced(announce.handle, announce.generation, MailboxSeq(9))
+        rig.gateway.logins.announced(announce.handle, announce.generation, MailboxSeq(9))
         assert (await client.body(Op.AUTH_ACK)).newest_mailbox_seq == 9
 
 
@@ -304,7 +304,7 @@ async def test_a_ping_that_waits_is_answered_when_its_owner_is_lost() -> None:
         rig.router.answers = False
         client.send(build_message(Op.PING, 2, Ping()))
         await happens(lambda: len(rig.router.announced) == 2, what="asked")
-        rig.gateway.on_owner_lost(OWNER)
+        rig.gateway.logins.on_owner_lost(OWNER)
         assert (await client.body(Op.PONG)).newest_mailbox_seq == 0
 
 
@@ -314,7 +314,7 @@ async def test_a_log_in_that_waits_fails_when_its_owner_is_lost() -> None:
         client = await rig.connect()
         client.send(build_message(Op.AUTH, 1, Auth(token(rig.clock), PHONE)))
         await happens(lambda: rig.router.announced, what="asked")
-        rig.gateway.on_owner_lost(OWNER)
+        rig.gateway.logins.on_owner_lost(OWNER)
         (answer,) = await client.rest()
         assert decode_body(Op.ERROR, answer.body).code == errors.Unavailable.code
 
@@ -324,7 +324,7 @@ async def test_an_owner_that_is_back_hears_of_every_session_again() -> None:
         await rig.logged_in()
         await rig.logged_in(user=BOB)
         await rig.connect()
-        rig.gateway.announce_all(OWNER)
+        rig.gateway.logins.announce_all(OWNER)
         first, second, *again = rig.router.announced
         assert [announce._replace(pinging=False) for announce in again] == [first, second]
         assert all(announce.pinging for announce in again)
@@ -334,7 +334,7 @@ async def test_a_replaced_session_is_told_so_and_withdrawn() -> None:
     async with GatewayRig() as rig:
         client = await rig.logged_in()
         announce = rig.router.announced[0]
-        rig.gateway.close(announce.handle, announce.generation, errors.Replaced("a later log-in"))
+        rig.gateway.logins.close(announce.handle, announce.generation, errors.Replaced("a later log-in"))
         assert (await client.goaway()).code == errors.Replaced.code
         assert rig.router.withdrawn == [announce.session]
 
@@ -346,7 +346,9 @@ async def test_a_log_in_that_the_owner_refuses_gets_its_reason_as_the_answer() -
         client.send(build_message(Op.AUTH, 1, Auth(token(rig.clock), PHONE)))
         await happens(lambda: rig.router.announced, what="asked")
         announce = rig.router.announced[0]
-        rig.gateway.close(announce.handle, announce.generation, errors.ResourceExhausted("too many sessions"))
+        rig.gateway.logins.close(
+            announce.handle, announce.generation, errors.ResourceExhausted("too many sessions")
+        )
         answer, goodbye = await client.rest()
         assert (answer.opcode, answer.request_id, goodbye.opcode) == (Op.ERROR, 1, Op.GOAWAY)
 

@@ -378,7 +378,7 @@ async def test_reminders_do_not_pile_up() -> None:
             client.send(build_message(Op.PING, request_id, Ping()))
             await client.body(Op.PONG)
             rig.pass_time(milliseconds=1_000)
-        assert len(rig.gateway._deadlines) <= 3
+        assert len(rig.gateway._connections._deadlines) <= 3
 
 
 # --- the loop of the workers -------------------------------------------------------------------------
