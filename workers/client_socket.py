@@ -4,8 +4,8 @@ There is one object per connection, and it is everything the worker holds for it
 buffer of its own (reads land in the gateway's shared buffer and are parsed before the next one begins), no
 task, no timer, no list before it is needed. With tens of thousands of idle connections each of these counts.
 
-This module moves bytes and keeps facts; every decision is the gateway's and those of the connections that it
-owns (`workers/connections.py`).
+This module moves bytes and keeps facts. What is done with them is decided by the gateway; under which name a
+connection is found, and when it ends, by `workers/connections.py`.
 Order of a connection: `connection_made` after the TLS handshake, `buffer_updated` per read, `collect` and
 `push` during a pass, `flush` at its end, `finish` once, `connection_lost` at last.
 Full: more than the allowed bytes unread make the gateway end the connection (SLOW_CONSUMER). While the peer
