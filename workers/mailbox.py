@@ -100,7 +100,13 @@ class Mailbox:
             self._instances[number] = _Instance(
                 store=store,
                 shards=shards,
-                serial=Serial(shards=shards, store=store, failpoints=failpoints),
+                serial=Serial(
+                    shards=shards,
+                    pauses=shards.pauses,
+                    pushes=shards.pushes,
+                    store=store,
+                    failpoints=failpoints,
+                ),
                 pulls=Pulls(store=store, clock=clock, metrics=metrics),
             )
 

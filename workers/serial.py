@@ -23,6 +23,8 @@ from qim.ids import MailboxSeq
 from qim.limits import APPEND_ENTRIES_MAX, BATCHES_IN_FLIGHT_MAX, MAILBOX_PERMITS
 from qim.ports import MailboxStore, MailboxWrite, Materialised
 from workers.failpoints import Failpoints
+from workers.pauses import Pauses
+from workers.pushes import Pushes
 from workers.shard_state import Delivery, Shard
 from workers.shards import Shards
 
@@ -34,10 +36,18 @@ LANES: Final = BATCHES_IN_FLIGHT_MAX
 class Serial:
     """The lanes of one mailbox instance."""
 
-    def __init__(self, *, shards: Shards, store: MailboxStore, failpoints: Failpoints) -> None:
+    def __init__(
+        self,
+        *,
+        shards: Shards,
+        pauses: Pauses,
+        pushes: Pushes,
+        store: MailboxStore,
+        failpoints: Failpoints,
+    ) -> None:
         self._shards = shards
-        self._pauses = shards.pauses
-        self._pushes = shards.pushes
+        self._pauses = pauses
+        self._pushes = pushes
         self._store = store
         self._failpoints = failpoints
         self._permits = asyncio.Semaphore(MAILBOX_PERMITS)

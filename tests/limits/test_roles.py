@@ -265,7 +265,7 @@ async def test_the_general_path_has_no_more_calls_in_flight_than_permits() -> No
     """By more records than a worker has under way, which is one of each shard."""
     store: Any = HeldStore()
     nobody: Any = None
-    serial = Serial(shards=nobody, store=store, failpoints=Failpoints())
+    serial = Serial(shards=nobody, pauses=nobody, pushes=nobody, store=store, failpoints=Failpoints())
     name, digest = DispatchId(b"d" * 16), b"8 bytes."
     write = MailboxWrite(SlotId(0), MailboxSeq(1), name, digest, Millis(0), TENANT, (ALICE,), b"", False)
     calls = [
