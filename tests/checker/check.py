@@ -62,6 +62,7 @@ def _judge(history: RunHistory, recovery_seconds_max: float) -> Verdict:
     for event in history.events():
         handlers[type(event)](event)
     sends.finish()
+    figures.accepted_at = sends.first_moments()
     shown.finish()
     conversations.finish()
     _check_liveness(faults, sends, findings, figures, recovery_seconds_max)

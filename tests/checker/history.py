@@ -39,6 +39,7 @@ from qim.errors import DeadlineExceeded, Unavailable
 FORMAT: Final = 1
 MAGIC: Final = "qim-history"
 BLOCK_BYTES: Final = 1 << 20
+LINES_GATHERED_MAX: Final = 1_000
 
 Type: TypeAlias = Literal["invoke", "ok", "fail", "info"]
 Holds: TypeAlias = Literal["events", "stores"]
@@ -324,10 +325,15 @@ class FileHistory:
 
 
 class Recorder:
-    """Appends events to one file, each line in one write, so that a kill loses at most the line in hand."""
+    """Appends events to one file. A kill loses at most the write in hand.
+
+    `write` is one line and one call of the system. `note` gathers, `flush` writes what was gathered: whoever
+    notes an event flushes before anything that follows from it can be seen outside.
+    """
 
     def __init__(self, path: Path, *, holds: Holds = "events") -> None:
         self._file = path.open("ab", buffering=0)
+        self._noted: list[Event | StoreRead] = []
         if path.stat().st_size == 0:
             self._file.write(_encoder.encode((MAGIC, FORMAT, holds)) + b"\n")
 
@@ -345,9 +351,24 @@ class Recorder:
     def write_all(self, events: Iterable[Event | StoreRead]) -> None:
         """Many at once, for dumps: nobody is killed between their lines."""
         for event in events:
-            self._file.write(_encoder.encode(event) + b"\n")
+            self.note(event)
+        self.flush()
+
+    def note(self, event: Event | StoreRead) -> None:
+        self._noted.append(event)
+        if len(self._noted) >= LINES_GATHERED_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._noted:
+            return
+        rest = memoryview(_encoder.encode_lines(self._noted))
+        self._noted.clear()
+        while rest:  # the system may take less than it was given
+            rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
+        self.flush()
         self._file.close()
 
 

@@ -1,378 +1,237 @@
-"""One client process of a live run: several devices, each with its own connection, all in one history file.
+"""One client process of a live run: the sockets of several devices, one buffer, one history file.
 
-It is started by `live.py` and may be killed at any moment. Everything that it must remember stands in its
-history files, so the next process reads them and goes on: cursors are what the last page said, a message
-without an answer is sent again under its client_message_id, with a body that follows from that id. On SIGTERM
-it sends nothing new, waits until each message has its answer, and ends.
+It is started by `live.py` and may be killed at any moment; what it must remember stands in its files
+(`live_memory.py`), so the next process goes on. One tick for all devices asks each what is due. Events and
+frames that follow from a tick or from the reads of one pass of the loop are gathered: first the events are
+written to the history in one call, then each socket gets its frames in one write. Nothing leaves that is not
+in the history.
+
+On SIGTERM nothing new is sent; the process waits until each message has its answer, and ends. With `is_final`
+it drains each device to an empty page and reads its histories and marks instead, exact; a server that refuses
+any of it ends it with an error. So does whatever a server of this protocol may not send.
 """
 
 import asyncio
 import contextlib
-import random
+import gc
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
+import uvloop
 
-from qim.client.probe import Probe, text_message
-from qim.domain.placement import direct_conversation
-from qim.errors import QimError
-from qim.ids import Seq, TenantId, UserId
-from qim.records import Kind, entry_coordinates
-from qim.wire import bodies
-from qim.wire.frames import Frame
-from qim.wire.layout import Op
-from tests.checker.history import (
-    Device,
-    FileHistory,
-    History,
-    Pull,
-    Push,
-    Pushed,
-    Read,
-    Recorder,
-    Send,
-    Shown,
-    digest_of,
-    type_of_error,
-)
+from qim.client.transport import build_tls_context
+from qim.limits import PAGE_ENTRIES_MAX, READ_BUFFER_BYTES
+from tests.checker.history import Device, Recorder
+from tests.checker.live_device import DeviceClient
+from tests.checker.live_memory import ClientOrder, recall
+from tests.waiting import eventually_async
 
-ANSWER_SECONDS_MAX: Final = 8.0
+TICK_SECONDS: Final = 0.01
 RETRY_SECONDS: Final = 0.1
+CONNECT_SECONDS_MAX: Final = 10.0
 SETTLE_SECONDS_MAX: Final = 40.0
-REPEATED: Final = 0.1
-"""Part of the sends that repeat a message, acknowledged or not."""
-REPEATABLE_MAX: Final = 200
-ENDED: Final = (OSError, TimeoutError, QimError)
+ANSWER_SECONDS_MAX: Final = 20.0
+DRAINS_AT_ONCE: Final = 4
+GC_THRESHOLDS: Final = (50_000, 20, 20)
 
 
-class DeviceOrder(msgspec.Struct):
-    user: str
-    token: str
-    device: str
-    peers: list[str]
-    sends_per_second: float
+class ClientProcess:
+    """The desk of its devices: it owns the sockets, the clock of the ticks and the history."""
 
-
-class ClientOrder(msgspec.Struct):
-    """What `live.py` tells a client process."""
-
-    port: int
-    ca: str
-    tenant: int
-    process: str
-    folder: str
-    seed: int
-    devices: list[DeviceOrder]
-
-
-@dataclass
-class Memory:
-    """What a device knows; all of it can be read again from its history."""
-
-    cursor: int = 0
-    unanswered: dict[str, str] = field(default_factory=dict)
-    """client_message_id → peer"""
-    acknowledged: list[tuple[str, str]] = field(default_factory=list)
-    last_seqs: dict[str, int] = field(default_factory=dict)
-
-
-class RecordingProbe(Probe):
-    """Writes each push as it comes."""
-
-    pushes: "DeviceClient"
-
-    def _on_frame(self, frame: Frame) -> None:
-        super()._on_frame(frame)
-        if self.pushed:
-            self.pushes.on_pushed(self.pushed)
-            self.pushed = []
-
-
-class DeviceClient:
-    """One device: connects again and again, mixes its requests, notes what it asked and what it got."""
-
-    def __init__(self, order: ClientOrder, place: int, recorder: Recorder) -> None:
-        self.order, self.place, self.recorder = order, place, recorder
-        device = self.device = order.devices[place]
+    def __init__(self, order: ClientOrder, recorder: Recorder) -> None:
+        self.order, self.recorder = order, recorder
+        self.is_stopping = False
+        memories = recall(order)
+        self.devices = [DeviceClient(self, *both) for both in zip(order.devices, memories, strict=True)]
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tls = build_tls_context(order.ca)
+        self._buffer = memoryview(bytearray(READ_BUFFER_BYTES))
+        self._sockets: dict[DeviceClient, asyncio.Transport] = {}
+        self._out: dict[DeviceClient, list[bytes]] = {}
         self._operations = 0
-        self.memory = Memory()
-        self.chance = random.Random(f"{order.seed} {order.process} {device.device}")
-        self._numbers = 0
-        me, tenant = UserId(bytes.fromhex(device.user)), TenantId(order.tenant)
-        self.conversations = {
-            peer: direct_conversation(tenant, me, UserId(bytes.fromhex(peer))).hex() for peer in device.peers
-        }
+        self._is_woken = False
 
-    # --- life ---
+    # --- for the devices ---
+
+    def next_operation(self) -> int:
+        self._operations += 1
+        return self._operations
+
+    def put(self, device: DeviceClient, frame: bytes) -> None:
+        self._out.setdefault(device, []).append(frame)
+        self.wake()
+
+    def wake(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Events first."""
+        self._is_woken = False
+        self.recorder.flush()
+        out, self._out = self._out, {}
+        for device, frames in out.items():
+            transport = self._sockets.get(device)
+            if transport is not None:
+                transport.write(b"".join(frames))
+
+    # --- sockets ---
+
+    async def connect(self, device: DeviceClient) -> "_Socket":
+        device.begin()
+        async with asyncio.timeout(CONNECT_SECONDS_MAX):
+            _, protocol = await asyncio.get_running_loop().create_connection(
+                lambda: _Socket(self, device, self._buffer), "127.0.0.1", self.order.port,
+                ssl=self._tls, server_hostname="localhost",
+            )  # fmt: skip
+        device.log_in()
+        return protocol
+
+    def on_connected(self, device: DeviceClient, transport: asyncio.Transport) -> None:
+        self._sockets[device] = transport
+
+    def on_lost(self, device: DeviceClient) -> None:
+        self._sockets.pop(device, None)
+        self._out.pop(device, None)
+        device.on_lost()
+        self.wake()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    # --- the load ---
 
     async def run(self, stop: asyncio.Event) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(*ENDED):
-                async with self._probe() as probe:
-                    await self._session(probe, stop)
-            await _pause(stop, RETRY_SECONDS)
+        """Until every message has its answer after `stop`, or that takes too long."""
+        tasks = [asyncio.create_task(self._keep_connected(device)) for device in self.devices]
+        self._tick()
+        await self._unless_failed(stop.wait())
+        self.is_stopping = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._settle(), SETTLE_SECONDS_MAX)
+            async with asyncio.timeout(SETTLE_SECONDS_MAX):
+                await self._unless_failed(self._settled())
+        for task in tasks:
+            task.cancel()
+        self.recorder.flush()
+
+    async def _unless_failed(self, waiting: Any) -> None:
+        task = asyncio.ensure_future(waiting)
+        await asyncio.wait({task, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+        if self.failed.done():
+            await self.failed
+
+    async def _settled(self) -> None:
+        while not all(device.is_settled for device in self.devices):
+            await _pause(RETRY_SECONDS)
+
+    async def _keep_connected(self, device: DeviceClient) -> None:
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                await (await self.connect(device)).lost
+            await _pause(RETRY_SECONDS)
+
+    def _tick(self) -> None:
+        try:
+            now_ns = time.monotonic_ns()
+            for device in self.devices:
+                device.tick(now_ns)
+        except BaseException as error:  # noqa: BLE001 - the run must end with it, not the loop go on without it
+            self.fail(error)
+            return
+        asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    # --- the last reads ---
 
     async def drain(self) -> None:
-        """To an empty page, then every history and mark, exact; raises when the server does not answer."""
-        async with self._probe() as probe:
-            await self._pull(probe)
-            held = Device(
-                time.monotonic_ns(),
-                self.order.process,
-                self.device.user,
-                self.device.device,
-                self.memory.cursor,
-            )
-            self.recorder.write(held)
-            for peer in self.device.peers:
-                before = await self._history(probe, peer, before=0, final=True)
-                while before:
-                    before = await self._history(probe, peer, before=before, final=True)
-                await self._mark_read(probe, peer, wanted=0, final=True)
+        """To an empty page, then every history and mark, exact."""
+        gate = asyncio.Semaphore(DRAINS_AT_ONCE)
+        self._tick()
+        await self._unless_failed(
+            asyncio.gather(*(self._drain_behind(gate, device) for device in self.devices))
+        )
+        self.recorder.flush()
 
-    async def _settle(self) -> None:
-        while self.memory.unanswered:
-            with contextlib.suppress(*ENDED):
-                async with self._probe() as probe:
-                    while self.memory.unanswered:
-                        await self._send_all(probe, list(self.memory.unanswered.items())[:8])
-            await _pause(asyncio.Event(), RETRY_SECONDS)
-
-    def _probe(self) -> RecordingProbe:
-        device = self.device
-        probe = RecordingProbe(
-            "127.0.0.1", self.order.port, Path(self.order.ca), token=device.token,
-            device=bytes.fromhex(device.device),
-        )  # fmt: skip
-        probe.pushes = self
-        return probe
-
-    async def _session(self, probe: Probe, stop: asyncio.Event) -> None:
-        await self._pull(probe)
-        while not stop.is_set():
-            started = time.monotonic()
-            batch = self._choose_messages()
-            if batch:
-                await self._send_all(probe, batch)
-            await self._look_around(probe)
-            wait = len(batch or "x") / max(self.device.sends_per_second, 1.0)
-            await _pause(stop, max(0.0, wait - (time.monotonic() - started)))
-
-    def _choose_messages(self) -> list[tuple[str, str]]:
-        memory = self.memory
-        batch = dict(list(memory.unanswered.items())[:8])
-        if not self.device.sends_per_second:
-            return list(batch.items())
-        for _ in range(self.chance.randint(1, 3)):
-            if memory.acknowledged and self.chance.random() < REPEATED:
-                message, peer = self.chance.choice(memory.acknowledged)
-            else:
-                self._numbers += 1
-                message = digest_of(f"{self.order.process} {self.device.device} {self._numbers}".encode()) * 2
-                peer = self.chance.choice(self.device.peers)
-                memory.unanswered[message] = peer
-            batch[message] = peer
-        return list(batch.items())
-
-    async def _look_around(self, probe: Probe) -> None:
-        chance = self.chance.random()
-        peer = self.chance.choice(self.device.peers)
-        last = self.memory.last_seqs.get(self.conversations[peer], 0)
-        if chance < 0.25 or not self.device.sends_per_second:
-            await self._pull(probe)
-        elif chance < 0.32:
-            await self._history(probe, peer, before=self.chance.choice([0, self.chance.randint(0, last + 1)]))
-        elif chance < 0.39 and last:
-            await self._mark_read(probe, peer, wanted=self.chance.randint(1, last))
-
-    # --- requests ---
-
-    def _operation(self) -> int:
-        """Every device of the process counts for itself, so its place is part of the number."""
-        self._operations += 1
-        return self._operations * 100 + self.place
-
-    async def _send_all(self, probe: Probe, batch: Sequence[tuple[str, str]]) -> None:
-        """All at once, as a person with a fast thumb; each has its own answer."""
-        asked: list[tuple[Send, str, asyncio.Future[Frame]]] = []
-        for message, peer in batch:
-            text = f"message {message}"
-            event = Send(
-                time.monotonic_ns(), self.order.process, "invoke", self._operation(), self.device.user,
-                self.conversations[peer], message, digest_of(text.encode()),
-            )  # fmt: skip
-            self.recorder.write(event)
-            body = text_message(bytes.fromhex(peer), text, cmid=bytes.fromhex(message))
-            asked.append((event, peer, probe.post(Op.SEND_MESSAGE, body)))
-        for event, peer, waiting in asked:
+    async def _drain_behind(self, gate: asyncio.Semaphore, device: DeviceClient) -> None:
+        async with gate:
             try:
-                frame = await asyncio.wait_for(waiting, ANSWER_SECONDS_MAX)
-            except (OSError, TimeoutError):
-                self._write_end(event, "info")
-                continue
-            self._on_sent(event, peer, bodies.decode_body(frame.opcode, frame.body))
+                await self._drain(device)
+            except BaseException as error:
+                self.fail(error)
+                raise
 
-    def _on_sent(self, event: Send, peer: str, answer: Any) -> None:
-        if isinstance(answer, bodies.Error):
-            self._write_end(event, type_of_error(answer.code), code=answer.code)
-            return
-        assert isinstance(answer, bodies.SendAck), answer
-        self._write_end(
-            event, "ok", message_id=answer.message_id.hex(), seq=answer.conversation_seq,
-            reserved_at=answer.reserved_at, duplicate=answer.duplicate,
-        )  # fmt: skip
-        self.remember_sent(event, peer, answer.conversation_seq)
+    async def _drain(self, device: DeviceClient) -> None:
+        await self.connect(device)
+        await self._answered(device, lambda: device.is_ready)
+        me = device.device
+        self.recorder.note(
+            Device(time.monotonic_ns(), self.order.process, me.user, me.device, device.memory.cursor)
+        )
+        for peer in me.peers:
+            before, more = 0, True
+            while more:
+                device.ask_history(peer, before=before, limit=PAGE_ENTRIES_MAX, is_final=True)
+                await self._answered(device, lambda: device.is_idle)
+                before = device.history_goes_on
+                more = bool(before)
+            device.mark_read(peer, wanted=0, is_final=True)
+            await self._answered(device, lambda: device.is_idle)
 
-    def remember_sent(self, event: Send, peer: str, seq: int) -> None:
-        memory = self.memory
-        memory.unanswered.pop(event.client_message_id, None)
-        memory.acknowledged = [*memory.acknowledged[-REPEATABLE_MAX:], (event.client_message_id, peer)]
-        memory.last_seqs[event.conversation] = max(memory.last_seqs.get(event.conversation, 0), seq)
+    async def _answered(self, device: DeviceClient, is_there: Any) -> None:
+        async def look() -> bool:
+            return bool(is_there()) or device.failure > 0
 
-    def _write_end(self, event: Any, type_: str, **result: Any) -> None:
-        self.recorder.write(msgspec.structs.replace(event, t=time.monotonic_ns(), type=type_, **result))
+        await eventually_async(look, what="an answer to a last read", timeout_seconds=ANSWER_SECONDS_MAX)
+        assert not device.failure, f"a last read was refused with {device.failure}"
 
-    async def _ask(self, probe: Probe, event: Any, op: Op, body: msgspec.Struct) -> Any:
-        """The answer, or None after its end was written."""
-        self.recorder.write(event)
+
+class _Socket(asyncio.BufferedProtocol):
+    """The transport of one device; all of a process read into one buffer."""
+
+    def __init__(self, desk: ClientProcess, device: DeviceClient, buffer: memoryview) -> None:
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._desk, self._device, self._buffer = desk, device, buffer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Not an isinstance check: the TLS transport of uvloop is no subclass.
+        self._desk.on_connected(self._device, cast(asyncio.Transport, transport))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         try:
-            frame = await asyncio.wait_for(probe.post(op, body), ANSWER_SECONDS_MAX)
-        except (OSError, TimeoutError):
-            self._write_end(event, "info")
-            raise
-        answer = bodies.decode_body(frame.opcode, frame.body)
-        if isinstance(answer, bodies.Error):
-            self._write_end(event, type_of_error(answer.code), code=answer.code)
-            return None
-        return answer
+            self._device.receive(self._buffer[:nbytes])
+        except BaseException as error:  # noqa: BLE001 - the loop would only log it
+            self._desk.fail(error)
+        self._desk.wake()
 
-    async def _pull(self, probe: Probe) -> None:
-        more = True
-        while more:
-            after = self.memory.cursor
-            event = Pull(
-                time.monotonic_ns(), self.order.process, "invoke", self._operation(), self.device.user,
-                self.device.device, after,
-            )  # fmt: skip
-            ask = bodies.PullMailbox(after_mailbox_seq=after, limit=self.chance.choice([5, 100, 300]))  # type: ignore[arg-type]  # a number of the history
-            page = await self._ask(probe, event, Op.PULL_MAILBOX, ask)
-            if page is None:
-                raise ConnectionError("a page was refused")
-            entries = [_shown(seq, bytes(raw)) for seq, raw in page.entries]
-            self._write_end(
-                event, "ok", entries=entries, covered_through=page.covered_through, more=page.more,
-                rebuild=page.rebuild,
-            )  # fmt: skip
-            self.memory.cursor = page.covered_through
-            self._see(entries)
-            more = page.more
-
-    def _see(self, entries: Sequence[Shown | Pushed]) -> None:
-        last = self.memory.last_seqs
-        for entry in entries:
-            last[entry.conversation] = max(last.get(entry.conversation, 0), entry.seq)
-
-    def on_pushed(self, pushed: Sequence[tuple[int, int, bytes]]) -> None:
-        events = [_pushed(previous, seq, raw) for previous, seq, raw in pushed]
-        self.recorder.write(
-            Push(time.monotonic_ns(), self.order.process, self.device.user, self.device.device, events)
-        )
-        self._see(events)
-
-    async def _history(self, probe: Probe, peer: str, *, before: int, final: bool = False) -> int:
-        """One page; the sequence that the next page goes on from, 0 at the end."""
-        event = History(
-            time.monotonic_ns(), self.order.process, "invoke", self._operation(), self.device.user,
-            self.conversations[peer], before, final=final,
-        )  # fmt: skip
-        target = bodies.Target(Kind.DIRECT, bytes.fromhex(peer))
-        limit = 200 if final else self.chance.choice([3, 50])
-        ask = bodies.PullHistory(target=target, before_seq=Seq(before), limit=limit)
-        page = await self._ask(probe, event, Op.PULL_HISTORY, ask)
-        if page is None:
-            return 0
-        entries = [(entry_coordinates(bytes(raw))[0], digest_of(bytes(raw))) for raw in page.records]
-        self._write_end(
-            event,
-            "ok",
-            entries=entries,
-            earliest=page.earliest_available_seq,
-            head=page.head_seq,
-            more=page.more,
-        )
-        return entries[-1][0] if page.more else 0
-
-    async def _mark_read(self, probe: Probe, peer: str, *, wanted: int, final: bool = False) -> None:
-        event = Read(
-            time.monotonic_ns(), self.order.process, "invoke", self._operation(), self.device.user,
-            self.conversations[peer], wanted, final=final,
-        )  # fmt: skip
-        target = bodies.Target(Kind.DIRECT, bytes.fromhex(peer))
-        answer = await self._ask(
-            probe, event, Op.MARK_READ, bodies.MarkRead(target=target, read_seq=Seq(wanted))
-        )
-        if answer is not None:
-            self._write_end(event, "ok", read_seq=answer.read_seq, unread=answer.unread)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._desk.on_lost(self._device)
+        if not self.lost.done():
+            self.lost.set_result(None)
 
 
-def _shown(mailbox_seq: int, raw: bytes) -> Shown:
-    seq, conversation = entry_coordinates(raw)
-    return Shown(mailbox_seq, conversation.hex(), seq, digest_of(raw))
-
-
-def _pushed(previous: int, mailbox_seq: int, raw: bytes) -> Pushed:
-    if len(raw) <= bodies.ECHO_BYTES_MAX:
-        echo = bodies.decode_pushed(raw)
-        assert isinstance(echo, bodies.Echo)
-        return Pushed(previous, mailbox_seq, echo.conversation_id.hex(), echo.conversation_seq, "")
-    return Pushed(previous, *_shown(mailbox_seq, raw))
-
-
-async def _pause(stop: asyncio.Event, seconds: float) -> None:
+async def _pause(seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(stop.wait(), seconds)
-
-
-def remember(clients: Sequence[DeviceClient], files: Sequence[Path]) -> None:
-    """What earlier processes of these devices wrote."""
-    by_device = {client.device.device: client for client in clients}
-    by_user: dict[str, DeviceClient] = {c.device.user: c for c in clients if c.device.sends_per_second}
-    for event in FileHistory(files).events():
-        if isinstance(event, Pull) and event.type == "ok" and event.device in by_device:
-            by_device[event.device].memory.cursor = event.covered_through
-        elif isinstance(event, Send) and event.user in by_user:
-            client = by_user[event.user]
-            peer = next(p for p, name in client.conversations.items() if name == event.conversation)
-            if event.type == "ok":
-                client.remember_sent(event, peer, event.seq)
-            elif (event.client_message_id, peer) not in client.memory.acknowledged:
-                client.memory.unanswered[event.client_message_id] = peer
-
-
-def history_files(folder: Path, process: str) -> list[Path]:
-    """Of this client process and of those whose work it goes on with: `client-2.0`, `client-2.1`, …"""
-    name = process.partition(".")[0]
-    return sorted(folder.glob(f"{name}.*.jsonl"), key=lambda path: int(path.stem.split(".")[1]))
+        await asyncio.wait_for(asyncio.Event().wait(), seconds)
 
 
 async def main(order: ClientOrder) -> None:
-    folder = Path(order.folder)
-    earlier = history_files(folder, order.process)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    with Recorder(folder / f"{order.process}.jsonl") as recorder:
-        clients = [DeviceClient(order, place, recorder) for place in range(len(order.devices))]
-        remember(clients, earlier)
-        await asyncio.gather(*(client.run(stop) for client in clients))
+    with Recorder(Path(order.folder) / f"{order.process}.jsonl") as recorder:
+        process = ClientProcess(order, recorder)
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        await (process.drain() if order.is_final else process.run(stop))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(msgspec.json.decode(sys.argv[1], type=ClientOrder)))
+    uvloop.run(main(msgspec.json.decode(sys.argv[1], type=ClientOrder)))

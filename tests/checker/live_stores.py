@@ -78,6 +78,7 @@ class LiveStores:
         while not stop.is_set():
             with contextlib.suppress(StoreError):
                 await self._sample()
+            self._recorder.flush()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), SAMPLE_SECONDS)
 
@@ -88,24 +89,24 @@ class LiveStores:
         )
         marks = [(shard, state.watermark) for shard, state in _shards(states)]
         pairs = [(int(partition), int(mark.high)) for partition, mark in ends.items()]
-        self._recorder.write(Sample(asked_at, "sampler", marks, pairs))
+        self._recorder.note(Sample(asked_at, "sampler", marks, pairs))
         self.samples += 1
 
     # --- at the end ---
 
     async def dump(self) -> None:
         async for record in _records(self.audited.outbox):
-            self._recorder.write(_outbox(record))
+            self._recorder.note(_outbox(record))
         async for record in _records(self.audited.dispatch):
-            self._recorder.write(_dispatch(record))
+            self._recorder.note(_dispatch(record))
         for shard, state in _shards(await self._pipe.command("HGETALL", mailbox_keys.WATERMARKS)):
-            self._recorder.write(Shard(shard, state.base, state.watermark))
+            self._recorder.note(Shard(shard, state.base, state.watermark))
         mailboxes: dict[str, list[Shown]] = {}
         async for found in self._keys():
             await self._dump_keys(found, mailboxes)
         await self._dump_pending()
         for user, entries in mailboxes.items():
-            self._recorder.write(Mailbox(user, sorted(entries)))
+            self._recorder.note(Mailbox(user, sorted(entries)))
 
     async def _keys(self) -> AsyncIterator[list[bytes]]:
         """SCAN may name a key twice; each is given once."""
@@ -121,10 +122,10 @@ class LiveStores:
     async def _dump_keys(self, found: Sequence[bytes], mailboxes: dict[str, list[Shown]]) -> None:
         facts = [key for key in found if key.startswith(b"cmidown:")]
         for key, value in await self._ask(facts, "GET"):
-            self._recorder.write(_fact("committed", redis_keys.parse_pending_field(key), value, tail=8))
+            self._recorder.note(_fact("committed", redis_keys.parse_pending_field(key), value, tail=8))
         for _, fields in await self._ask([key for key in found if key.startswith(b"mboxdp:")], "HGETALL"):
             for dispatch_id, value in _pairs(fields):
-                self._recorder.write(Progress(dispatch_id.hex(), value[8:9].decode()))  # type: ignore[arg-type]  # judged by the decoder
+                self._recorder.note(Progress(dispatch_id.hex(), value[8:9].decode()))  # type: ignore[arg-type]  # judged by the decoder
         keys = [key for key in found if key.startswith((b"mbox:", b"mboxe:"))]
         for key, flat in await self._ask(keys, "ZRANGE", "0", "-1", "WITHSCORES"):
             entries = zip(flat[::2], flat[1::2], strict=True)
@@ -137,7 +138,7 @@ class LiveStores:
 
     async def _dump_pending(self) -> None:
         for field, value in _pairs(await self._pipe.command("HGETALL", redis_keys.PENDING)):
-            self._recorder.write(_fact("pending", redis_keys.parse_pending_field(field), value, tail=0))
+            self._recorder.note(_fact("pending", redis_keys.parse_pending_field(field), value, tail=0))
 
 
 async def _records(log: CommitLog) -> AsyncIterator[LogRecord]:

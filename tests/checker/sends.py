@@ -81,6 +81,12 @@ class SendChecks:
         self._check_senders()
         self._check_real_time()
 
+    def first_moments(self) -> list[int]:
+        """When each acknowledged message was acknowledged first."""
+        return sorted(
+            message.acknowledged_at for message in self._messages.values() if message.acknowledged_at
+        )
+
     def _check_acknowledged(self, key: MessageKey, message: SentMessage) -> None:
         message_id, seq, reserved_at = message.coordinates
         record = self._truth.messages.get(key)

@@ -68,6 +68,8 @@ class Figures:
     faults: Counter[str] = field(default_factory=Counter)
     first_ok_seconds: list[float] = field(default_factory=list)
     """After each healing, in the order of healing."""
+    accepted_at: list[int] = field(default_factory=list)
+    """When each acknowledged message was acknowledged first, in the order of time."""
 
 
 class Verdict(NamedTuple):
@@ -90,6 +92,7 @@ class Verdict(NamedTuple):
             "operations": {kind: dict(ends) for kind, ends in sorted(figures.operations.items())},
             "deliveries": figures.deliveries,
             "records": figures.records,
+            "accepted": len(figures.accepted_at),
             "outbox_repeats": figures.outbox_repeats,
             "dispatch_repeats": figures.dispatch_repeats,
             "faults": dict(figures.faults),
