@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from tests.checker.history import Pull, Recorder, Send, Shown, digest_of
-from tests.checker.live import Outcome, Plan, as_result, print_outcome
+from tests.checker.live import Outcome, as_result, print_outcome
+from tests.checker.live_clients import Plan
 from tests.checker.live_load import Repair, weigh
 from tests.checker.live_memory import ClientOrder, DeviceOrder, Memory, conversations_of, recall
 from tests.checker.verdict import Figures, Verdict
@@ -87,7 +88,7 @@ def test_a_run_folder_is_named_only_when_it_is_still_there(
     verdict = Verdict([], Counter(), Figures(faults=Counter({"kill worker": faults})))
     plan = Plan(60.0, 7, 200.0, 5.0, 2)
     load = weigh(range(0, 10**9, 10**6), began_ns=0, ended_ns=10**9, rate=1_000.0)
-    outcome = Outcome(verdict, Report(), {}, {}, {}, load, 9, plan, tmp_path, is_named)
+    outcome = Outcome(verdict, Report(), {}, [], {}, {}, load, 9, plan, tmp_path, is_named)
     stream = io.StringIO()
     print_outcome(outcome, Console(file=stream, width=80))
     assert (f"run folder {tmp_path}" in stream.getvalue()) is is_told
@@ -102,7 +103,7 @@ def test_a_run_that_did_not_carry_its_load_does_not_pass(
     verdict = Verdict([], Counter(), Figures(faults=Counter({"kill worker": 1})))
     load = weigh(range(0, 10**9, 10**6), began_ns=0, ended_ns=10**9, rate=rate)
     outcome = Outcome(
-        verdict, Report(), {}, {}, {}, load, 9, Plan(60.0, 7, rate, 5.0, 2), tmp_path, is_named=True
+        verdict, Report(), {}, [], {}, {}, load, 9, Plan(60.0, 7, rate, 5.0, 2), tmp_path, is_named=True
     )
     stream = io.StringIO()
     print_outcome(outcome, Console(file=stream, width=80))
