@@ -33,7 +33,7 @@ help:
 	@echo 'make test-long  the rows that take minutes'
 	@echo 'make mutants    break the code on purpose and see that the tests notice; minutes. ARGS="NAME --long --json"'
 	@echo 'make matrix     which medium may carry messages after an acknowledgement; for example ARGS="--json E2a"'
-	@echo 'make prove      a minute of load and random faults, then the verdict; ARGS="--seconds 60 --seed 7 --json"'
+	@echo 'make prove      a minute of load and random faults, then the verdict; ARGS="--seconds 60 --rate 500 --seed 7 --json", or --soak'
 	@echo 'make simulate   seeded simulation; for example SEEDS=20000 or ARGS="--json"'
 	@echo 'make bench      cost per message here; for example ARGS="--rate 1000 --seconds 20 --json"'
 	@echo 'make clean      remove everything that make created, except the data in .qim-dev/'
