@@ -36,7 +36,7 @@ from tests.checker.history import FileHistory, Recorder, files_of
 from tests.checker.live_clients import Clients, Plan, pause
 from tests.checker.live_faults import Faults
 from tests.checker.live_load import Load, Repair, lines_of, weigh
-from tests.checker.live_resources import Resources, measure
+from tests.checker.live_resources import ProcessorSeconds, Resources, measure, processor_seconds
 from tests.checker.live_stores import LiveStores
 from tests.checker.verdict import Verdict
 from tests.services.dev_server import DevServer
@@ -111,6 +111,7 @@ async def prove(plan: Plan, folder: Path, console: Console, *, is_named: bool) -
     load = weigh(
         verdict.figures.accepted_at, began_ns=clients.began_ns, ended_ns=clients.ended_ns, rate=plan.rate,
         repairs=loaded.repairs, client_cpu_seconds=loaded.client_cpu_seconds,
+        server_cpu_seconds=loaded.spent.server, machine_cpu_seconds=loaded.spent.machine,
     )  # fmt: skip
     return Outcome(
         verdict,
@@ -135,6 +136,7 @@ class Loaded(NamedTuple):
     after: dict[str, Resources]
     repairs: list[Repair]
     client_cpu_seconds: float
+    spent: ProcessorSeconds
 
 
 async def _load(
@@ -148,7 +150,8 @@ async def _load(
     """Load and faults for the time of the plan; resources once everything is warm and at the end."""
     stop, stop_samples = asyncio.Event(), asyncio.Event()
     sampling = asyncio.create_task(stores.sample_until(stop_samples))
-    spent = _children_seconds()
+    children = _children_seconds()
+    spent = await asyncio.to_thread(processor_seconds, server)
     await clients.start()
     await pause(asyncio.Event(), min(3.0, plan.seconds / 4))
     before = await asyncio.to_thread(measure, server, clients.pids)
@@ -170,10 +173,11 @@ async def _load(
     await striking
     await pause(asyncio.Event(), 1.0)  # somebody must be acknowledged after the last healing
     after = await asyncio.to_thread(measure, server, clients.pids)
+    spent = (await asyncio.to_thread(processor_seconds, server)).since(spent)
     await clients.finish()
     stop_samples.set()
     await sampling
-    return Loaded(before, course, after, faults.repairs, _children_seconds() - spent)
+    return Loaded(before, course, after, faults.repairs, _children_seconds() - children, spent)
 
 
 def _children_seconds() -> float:

@@ -43,6 +43,10 @@ class Load(NamedTuple):
     """Kind of a fault → from each strike to its healing, in the order of time."""
     client_cpu_us_per_message: float
     """Of the client processes."""
+    server_cpu_us_per_message: float
+    """Of launcher, store, supervisor, admin process and workers."""
+    other_cpu_seconds: float
+    """Of everybody else on the machine: whoever measures wants to be alone."""
 
     @property
     def is_carried(self) -> bool:
@@ -65,6 +69,8 @@ def weigh(
     rate: float,
     repairs: Sequence[Repair] = (),
     client_cpu_seconds: float = 0.0,
+    server_cpu_seconds: float = 0.0,
+    machine_cpu_seconds: float = 0.0,
 ) -> Load:
     """`accepted_at` in the order of time."""
     inside = accepted_at[bisect_left(accepted_at, began_ns) : bisect_right(accepted_at, ended_ns)]
@@ -78,6 +84,8 @@ def weigh(
         seconds, rate, len(inside), len(inside) / seconds, len(inside) / (rate * seconds),
         sum(silences), max(silences, default=0.0), _seconds_below(inside, began_ns, int(seconds), rate / 2),
         by_kind, client_cpu_seconds * 1e6 / max(1, len(inside)),
+        server_cpu_seconds * 1e6 / max(1, len(inside)),
+        max(0.0, machine_cpu_seconds - client_cpu_seconds - server_cpu_seconds),
     )  # fmt: skip
 
 
@@ -104,5 +112,8 @@ def lines_of(load: Load) -> list[str]:
         f"load: {offered}, {accepted}: {verdict}",
         f"nobody acknowledged for {silent}; {load.seconds_below_half} seconds below half of the rate",
         f"from strike to healing: {repairs or '-'}",
-        f"clients: {load.client_cpu_us_per_message:.0f} µs of processor time per message",
+        (
+            f"processor time per message: server {load.server_cpu_us_per_message:.0f} µs, clients "
+            f"{load.client_cpu_us_per_message:.0f} µs; everybody else took {load.other_cpu_seconds:.0f} s"
+        ),
     ]
