@@ -3,15 +3,23 @@
 -- Decides all items, then writes; the stream comes first, because it is the one write that may be refused.
 -- Answers {offset of the first new record, then per item}: sequence (new, now COMMITTED); 'C' reserved_at sequence; 'R'
 -- reserved_at sequence ':' record; -1 conflict, -2 stale owner, -3 clock, -4 conversation exhausted; -5 go in two steps,
--- because an unfinished message lies before it or the Outbox contradicts its counter.
+-- because an unfinished message lies before it or the Outbox contradicts its counter; -6 the sender is not in the group;
+-- -7 its members have changed.
 -- KEYS: owner, msgpending, logseen, log counters, Outbox stream, msghistory of 3 hours, conv and msgrecord of all
--- conversations, cmidown of all items (pending fields too), collect sets; ARGV: the eight below; slots; epochs; heads as
--- in reserve_messages.lua; Outbox frames (records.py); records
+-- conversations, cmidown of all items (pending fields too), grp and grpmember of the groups, collect sets; ARGV: the eight
+-- below; slots; epochs; heads as in reserve_messages.lua; Outbox frames (records.py); records; as there, the groups
 local items, convs, slots, skew_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local seq_max, window, hour, partition = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8]
 local head_at, frame_at, record_at = 8 + 2 * slots, 8 + 2 * slots + items, 8 + 2 * slots + 2 * items
-local hot_at, key_at, collect_at   = 8 + convs, 8 + 2 * convs, 8 + 2 * convs + items
+local of_groups, groups            = ARGV[record_at + items + 1] or '', {}
+local hot_at, key_at, group_at     = 8 + convs, 8 + 2 * convs, 8 + 2 * convs + items
+local collect_at                   = group_at + 2 * #of_groups
 local call, sub, byte, format, pack = redis.call, string.sub, string.byte, string.format, struct.pack
+local function refusal(group, head, key) -- of a new message, by the members of this moment
+  local row = call('HGET', group.members, sub(key, 36, 51))
+  if not row or byte(row) ~= 1 then return -6 end
+  return struct.unpack('>I8', head, #head - 7) ~= group.version and -7
+end
 -- read
 local stale = call('HMGET', KEYS[1], unpack(ARGV, 9, 8 + slots))
 for s = 1, slots do stale[s] = not stale[s] or sub(stale[s], 1, 8) ~= ARGV[8 + slots + s] end
@@ -19,6 +27,10 @@ local recorded = call('HLEN', KEYS[2]) > 0 and call('HMGET', KEYS[2], unpack(KEY
 local committed = call('MGET', unpack(KEYS, key_at + 1, key_at + items))
 local found = call('EXISTS', unpack(KEYS, key_at + 1, key_at + items)) -- MGET shows a wrong type as absent
 for i = collect_at + 1, #KEYS do call('ZCARD', KEYS[i]) end
+for g = 1, #of_groups do
+  local version = tonumber(call('HGET', KEYS[group_at + 2 * g - 1], 'version') or 0)
+  groups[byte(of_groups, g)] = { version = version, members = KEYS[group_at + 2 * g] }
+end
 local now = call('TIME')
 now = now[1] * 1000 + math.floor(now[2] / 1000)
 local stamp, expires, index = pack('>I8', now), format('%d', now + window), math.floor(now / 3600000) - hour
@@ -35,6 +47,8 @@ for i = 1, items do
   local head, key, record = ARGV[head_at + i], KEYS[key_at + i], ARGV[record_at + i]
   local slot, conv, collect = byte(head, 1, 3)
   local value = committed[i] or recorded[i] or values[first[key]] -- the last: an earlier item of this run
+  local group = groups[conv]
+  local refused = group and not value and refusal(group, head, key)
   found = found - (committed[i] and 1 or 0)
   if stale[slot] or value and sub(value, 1, 36) ~= sub(head, 4, 39) then
     answers[i] = stale[slot] and -2 or -1
@@ -45,6 +59,8 @@ for i = 1, items do
     answers[i] = 'R' .. sub(value, 37) .. ':' .. stored
   elseif value then
     answers[i] = 'C' .. sub(value, 37)
+  elseif refused then
+    answers[i] = refused
   elseif math.abs(struct.unpack('>I8', head, 40) - now) > skew_ms then
     answers[i] = -3
   else
@@ -60,7 +76,8 @@ for i = 1, items do
       local text, entry = format('%d', seq), '\146' .. cmsgpack.pack(seq) .. record
       answers[i], last[conv], first[key], values[i], news[at] = seq, seq, i, sub(head, 4, 47) .. text, i
       packed[at] = pack('>I4', #frame + 8 + #entry) .. sub(frame, 1, 8) .. pack('>I8', seq) .. sub(frame, 9) .. entry
-      if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], sub(head, 48), sub(key, 16, 35) .. text } end
+      local until_ms = sub(head, 48, group and -9)
+      if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], until_ms, sub(key, 16, 35) .. text } end
     end
   end
 end

@@ -149,6 +149,24 @@ DISPATCH_PROGRESS_LIFE_MS: Final = 8 * DAY_MS
 """Longer than mailboxes are kept: a replay within their life still finds that it was done."""
 assert FUSED_RECIPIENTS_MAX <= FUSED_RUN_ENTRIES_MAX
 
+# --- groups ------------------------------------------------------------------------------------------
+CHANGE_USERS_MAX: Final = 500
+"""Named by one membership change or by CREATE_GROUP: a script of about a millisecond, an event of 8 KB."""
+BROADCAST_MEMBERS_MAX: Final = 500
+"""Above it only those affected are told of a change: in a large group people come and go all day."""
+GROUP_NAME_BYTES_MAX: Final = 256
+"""A line on a screen; the group's hash is read for every change."""
+ADMIN_REQUEST_LIFE_MS: Final = DAY_MS
+"""An operator who repeats a change within it gets the first result, whatever happened to the members."""
+GROUP_SNAPSHOT_LIFE_MS: Final = DISPATCH_PROGRESS_LIFE_MS + DAY_MS
+"""From its replacement on: the longest time until the last replay of a record that names the version."""
+MEMBER_ENTRIES_PER_CALL_MAX: Final = 1_024
+"""Of one HMGET: half a millisecond of the server."""
+MEMBER_READS_MAX: Final = 3
+"""A page of members that a change overtakes is read again so often; then the client is told to repeat."""
+assert CHANGE_USERS_MAX * 16 + 32 < MESSAGE_BODY_BYTES_MAX
+assert (CHANGE_USERS_MAX + BROADCAST_MEMBERS_MAX) * 20 < MESSAGE_BODY_BYTES_MAX
+
 # --- slots and ownership -----------------------------------------------------------------------------
 CLAIM_INTERVAL_MS: Final = 3_000
 """Two refreshes may be lost before a stamp is old."""

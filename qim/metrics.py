@@ -53,6 +53,8 @@ SCRIPTS: Final[tuple[str, ...]] = (
     "trim_log",
     "store_position",
     "turn_day",
+    "create_group",
+    "change_membership",
 )
 
 

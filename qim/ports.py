@@ -13,7 +13,8 @@ Every method is safe to repeat with the same arguments: it changes nothing and g
 
 Adapters: `commits_redis`/`commits_memory`, `mailbox_redis`/`mailbox_memory`,
 `commitlog_redis`/`commitlog_memory`. One adapter object speaks to one instance. A memory adapter is a
-real adapter: the simulation runs on it, and the Lua scripts are tested against it.
+real adapter: the simulation runs on it, and the Lua scripts are tested against it. The port of groups stands
+in `memberships.py`.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -111,6 +112,8 @@ class Reservation(NamedTuple):
     """0, or when the record must be collected (shorter retention than the hot window)."""
     outbox_frame: bytes = b""
     """`records.build_outbox_frame`; for `OneStepCommits` only."""
+    membership_version: int = 0
+    """In a group: the version whose members the record names, compared while the sequence is given."""
 
 
 class Reserved(Enum):
@@ -132,6 +135,10 @@ class Reserved(Enum):
     """The store has no memory left; nothing was written."""
     EXHAUSTED = "exhausted"
     """The conversation has reached 2^53 − 1."""
+    NOT_MEMBER = "not_member"
+    """The sender is not in the group now, or there is no such group."""
+    MEMBERSHIP_CHANGED = "membership_changed"
+    """The group is at another version: plan anew with its members."""
 
 
 class ReserveResult(NamedTuple):

@@ -96,6 +96,14 @@ class MessageType(IntEnum):
     CONTROL = 9
 
 
+class MembershipOp(IntEnum):
+    """What a membership event says happened; the first byte of its body."""
+
+    JOIN = 1
+    LEAVE = 2
+    REMOVE = 3
+
+
 class RetentionClass(IntEnum):
     DEFAULT = 0
     EPHEMERAL = 1

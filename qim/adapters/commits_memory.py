@@ -16,8 +16,21 @@ from typing import Final, NamedTuple
 
 from qim.adapters.ownership_memory import MemoryOwnership, Owner, done
 from qim.clock import Clock
-from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis, Offset, Seq, SlotId, TenantId, UserId
+from qim.ids import (
+    SEQ_MAX,
+    BucketId,
+    ConversationId,
+    GroupId,
+    Millis,
+    Offset,
+    RequestId,
+    Seq,
+    SlotId,
+    TenantId,
+    UserId,
+)
 from qim.limits import BUCKETS_PER_SLOT, CLOCK_SKEW_MS_MAX, IDEMPOTENCY_WINDOW_MS
+from qim.memberships import ChangeResult, Interval, MemberState, OperatorRequest, PlacedUser
 from qim.ports import (
     Commit,
     CommitResult,
@@ -59,6 +72,38 @@ class Conversation:
     committed_ahead: set[int] = field(default_factory=set)
     records: dict[int, bytes] = field(default_factory=dict)
     read_marks: dict[UserId, Seq] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+    """Sequences that never count as unread."""
+
+
+@dataclass
+class GroupState:
+    """One group; owned by `membership_memory`, and read here when somebody sends to it."""
+
+    group: GroupId
+    name: str
+    owner: UserId
+    digest: bytes
+    version: int
+    intervals: dict[UserId, Interval]
+    snapshots: dict[int, frozenset[PlacedUser]]
+    event: MessageKey | None = None
+    """Of the last change …"""
+    event_seq: Seq = _NO_SEQ
+    """… and its sequence."""
+
+    def is_member(self, user: UserId) -> bool:
+        interval = self.intervals.get(user)
+        return interval is not None and interval.state is MemberState.MEMBER
+
+
+class Remembered(NamedTuple):
+    """The result of an operator's request, for 24 h."""
+
+    request: OperatorRequest
+    result: ChangeResult
+    event: MessageKey | None
+    expires_at: Millis
 
 
 @dataclass
@@ -69,6 +114,9 @@ class CommitState:
     pending: dict[MessageKey, Fact] = field(default_factory=dict)
     committed: dict[MessageKey, Fact] = field(default_factory=dict)
     conversations: dict[Place, Conversation] = field(default_factory=dict)
+    groups: dict[Place, GroupState] = field(default_factory=dict)
+    announced: list[tuple[Place, int]] = field(default_factory=list)
+    requests: dict[tuple[Place, RequestId], Remembered] = field(default_factory=dict)
     positions: dict[str, dict[SlotId, Offset]] = field(default_factory=dict)
     outbox_seen: dict[SlotId, Offset] = field(default_factory=dict)
     record_bytes: int = 0
@@ -98,7 +146,7 @@ class MemoryCommitStore(MemoryOwnership):
 
     def judge(self, item: Reservation) -> ReserveResult | None:
         """What is known of a message or forbids it; None: it is new."""
-        fact = self._fact(item.key)
+        fact = self.fact_of(item.key)
         if self._is_stale(_slot(item.key.bucket)):
             return _refused(Reserved.STALE_OWNER)
         if fact is not None and fact.identity != item.identity:
@@ -108,9 +156,21 @@ class MemoryCommitStore(MemoryOwnership):
         if fact is not None:
             record = self._conversation(item.key).records[fact.seq]
             return ReserveResult(Reserved.RECORDED, fact.seq, fact.reserved_at, record)
+        if item.membership_version and (refusal := self._refusal_of_group(item)):
+            return _refused(refusal)
         if abs(item.reserved_at - self.clock.now_ms()) > CLOCK_SKEW_MS_MAX:
             return _refused(Reserved.CLOCK)
         return None
+
+    def _refusal_of_group(self, item: Reservation) -> Reserved | None:
+        group = self.state.groups.get(item.key[:3])
+        if group is None or not group.is_member(item.key.sender):
+            return Reserved.NOT_MEMBER
+        return None if group.version == item.membership_version else Reserved.MEMBERSHIP_CHANGED
+
+    def owns(self, bucket: BucketId) -> bool:
+        """Whether our epoch of its slot is still the newest."""
+        return not self._is_stale(_slot(bucket))
 
     def has_unfinished(self, key: MessageKey) -> bool:
         """Whether the conversation of this message holds sequences above its visible head."""
@@ -135,7 +195,7 @@ class MemoryCommitStore(MemoryOwnership):
     def mark_one(self, item: Commit, now: Millis) -> CommitResult:
         if self._is_stale(_slot(item.key.bucket)):
             return CommitResult(Committed.STALE_OWNER, Millis(0))
-        fact = self._fact(item.key)
+        fact = self.fact_of(item.key)
         if fact is None or fact[:3] != (item.identity, item.reserved_at, item.seq):
             return CommitResult(Committed.NOT_PENDING, Millis(0))
         if fact.committed_at:
@@ -200,7 +260,8 @@ class MemoryCommitStore(MemoryOwnership):
         mark = max(conversation.read_marks.get(item.user, Seq(0)), min(item.read_seq, conversation.last))
         if mark:
             conversation.read_marks[item.user] = mark
-        return ReadMarkResult(False, mark, max(0, conversation.head - mark))
+        skipped = sum(mark < seq <= conversation.head for seq in conversation.skipped)
+        return ReadMarkResult(False, mark, max(0, conversation.head - mark - skipped))
 
     # --- positions, guards ---
 
@@ -230,7 +291,7 @@ class MemoryCommitStore(MemoryOwnership):
     def _conversation(self, key: MessageKey) -> Conversation:
         return self.state.conversations.setdefault((key.bucket, key.tenant, key.conversation), Conversation())
 
-    def _fact(self, key: MessageKey) -> Fact | None:
+    def fact_of(self, key: MessageKey) -> Fact | None:
         fact = self.state.committed.get(key)
         if fact is not None and self.clock.now_ms() > fact.committed_at + IDEMPOTENCY_WINDOW_MS:
             del self.state.committed[key]

@@ -65,6 +65,7 @@ class RedisOneStepCommits:
             *map(keys.conversation_key, places.conversations),
             *map(keys.record_key, places.conversations),
             *(keys.committed_key(item.key) for item in run),
+            *places.group_keys(),
             *collects,
         ]  # fmt: skip
         arguments: list[Argument] = [
@@ -74,6 +75,7 @@ class RedisOneStepCommits:
             *heads,
             *(item.outbox_frame for item in run),
             *(item.record for item in run),
+            *places.group_arguments(),
         ]  # fmt: skip
         return script_keys, arguments
 

@@ -51,6 +51,8 @@ _REFUSALS: Final = {
     -3: Reserved.CLOCK,
     -4: Reserved.EXHAUSTED,
     -5: Reserved.TWO_STEPS,
+    -6: Reserved.NOT_MEMBER,
+    -7: Reserved.MEMBERSHIP_CHANGED,
 }
 _NOT_COMMITTED: Final = {-1: Committed.NOT_PENDING, -2: Committed.STALE_OWNER}
 
@@ -63,6 +65,8 @@ class ScriptRun:
     def __init__(self, epochs: Sequence[bytes]) -> None:
         self.slots: dict[int, int] = {}
         self.conversations: dict[bytes, int] = {}
+        self._groups: dict[int, None] = {}
+        """Those of the conversations that are groups."""
         self._epochs = epochs
 
     def place(self, key: MessageKey) -> tuple[int, int]:
@@ -81,8 +85,22 @@ class ScriptRun:
             if item.expires_at:
                 collect = collects.setdefault(keys.collect_key(item.key.bucket), len(collects) + 1)
                 due = b"%d" % item.expires_at
+            if item.membership_version:
+                self._groups[conversation] = None
+                due += _U64.pack(item.membership_version)
             heads.append(_HEAD.pack(slot, conversation, collect, item.identity, item.reserved_at) + due)
         return heads, list(collects)
+
+    def group_keys(self) -> Iterator[bytes]:
+        """Head and members of each group among the conversations; nothing where all are direct."""
+        suffixes = list(self.conversations) if self._groups else []
+        for conversation in self._groups:
+            suffix = suffixes[conversation - 1]
+            yield keys.group_key(suffix)
+            yield keys.member_key(suffix)
+
+    def group_arguments(self) -> list[bytes]:
+        return [bytes(self._groups)] if self._groups else []
 
     def owner_arguments(self) -> Iterator[bytes]:
         """Slot numbers, then the epochs under which we own them."""
@@ -130,6 +148,7 @@ class RedisCommitStore(RedisOwnership):
             *map(keys.conversation_key, places.conversations),
             *map(keys.record_key, places.conversations),
             *(keys.committed_key(item.key) for item in run),
+            *places.group_keys(),
             *collects,
         ]
         arguments: list[Argument] = [
@@ -137,6 +156,7 @@ class RedisCommitStore(RedisOwnership):
             *places.owner_arguments(),
             *heads,
             *(item.record for item in run),
+            *places.group_arguments(),
         ]  # fmt: skip
         return script_keys, arguments
 

@@ -15,6 +15,14 @@ whatever bytes they contain, and costs half of what hexadecimal would. Tools pri
     msghistorygc:{bNNN}                              zset: expires_at → tenant conversation sequence
     msghistfloor:{bNNN}                              hash: tenant conversation → floor
     logpos:group  logseen                            hash: partition → offset
+    grp:{bNNN}:tenant conversation                   hash: group_id, name, owner, version, count, created_at,
+                                                     digest, event and event_seq of the last change
+    grpmember:{bNNN}:tenant conversation             hash: user → state u8 ‖ joined_at u64 ‖ left_at u64
+    grpsnap:{bNNN}:tenant conversation               hash: version → 64 × u64, the version of each shard's
+                                                     part (0 none); shard:version → users, 16 B each
+    grpsnapgc:{bNNN}                                 zset: due → tenant conversation field of grpsnap
+    grpannounce:{bNNN}                               list: tenant conversation version of new groups
+    adminreq:{bNNN}:tenant conversation request      hash: digest, seq, count, version, event; 24 h
 
 Sequences and offsets are decimal text, so that a script computes with them without unpacking; tenant is u32
 big-endian, times are u64 big-endian milliseconds:
@@ -30,7 +38,7 @@ big-endian, times are u64 big-endian milliseconds:
 import struct
 from typing import Final
 
-from qim.ids import BucketId, ConversationId, Seq, SlotId, TenantId
+from qim.ids import BucketId, ConversationId, RequestId, Seq, SlotId, TenantId
 from qim.limits import BUCKETS, SLOTS
 from qim.ports import MessageKey
 
@@ -96,6 +104,30 @@ def committed_key(key: MessageKey) -> bytes:
         BUCKET_TAGS[key.bucket], _TENANT.pack(key.tenant), key.conversation, key.sender,
         key.client_message_id,
     )  # fmt: skip
+
+
+def group_key(suffix: bytes) -> bytes:
+    return b"grp:" + suffix
+
+
+def member_key(suffix: bytes) -> bytes:
+    return b"grpmember:" + suffix
+
+
+def snapshot_key(suffix: bytes) -> bytes:
+    return b"grpsnap:" + suffix
+
+
+def request_key(suffix: bytes, request_id: RequestId) -> bytes:
+    return b"adminreq:" + suffix + request_id
+
+
+def snapshot_garbage_key(bucket: BucketId) -> bytes:
+    return b"grpsnapgc:" + BUCKET_TAGS[bucket][:-1]
+
+
+def announce_key(bucket: BucketId) -> bytes:
+    return b"grpannounce:" + BUCKET_TAGS[bucket][:-1]
 
 
 def floor_key(bucket: BucketId) -> bytes:

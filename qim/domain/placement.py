@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-from qim.ids import BucketId, ConversationId, SlotId, TenantId, UserId, WorkerId
+from qim.ids import BucketId, ConversationId, GroupId, SlotId, TenantId, UserId, WorkerId
 from qim.limits import BUCKETS, BUCKETS_PER_SLOT, SLOTS
 
 _TENANT = struct.Struct(">I")
 _SHARD_DOMAIN = b"qim.shard.v1"
 _BUCKET_DOMAIN = b"qim.bucket.v1"
 _DIRECT_DOMAIN = b"qim.direct.v1"
+_GROUP_DOMAIN = b"qim.group.v1"
 
 
 class Placement(NamedTuple):
@@ -79,3 +80,8 @@ def direct_conversation(tenant: TenantId, one: UserId, other: UserId) -> Convers
     """The conversation of two users; the same whoever asks."""
     low, high = (one, other) if one <= other else (other, one)
     return ConversationId(blake3(_DIRECT_DOMAIN + _TENANT.pack(tenant) + low + high).digest(16))
+
+
+def group_conversation(tenant: TenantId, group: GroupId) -> ConversationId:
+    """The conversation of a group; whether the group exists is for the store to say."""
+    return ConversationId(blake3(_GROUP_DOMAIN + _TENANT.pack(tenant) + group).digest(16))

@@ -26,6 +26,7 @@ from qim.errors import (
     Conflict,
     FailedPrecondition,
     InvalidArgument,
+    MembershipChanged,
     PermissionDenied,
     ResourceExhausted,
     TooLarge,
@@ -72,6 +73,8 @@ REFUSALS: Final[Mapping[str, ClientError]] = {
     "clock": Unavailable("the clock of the server is being set", retry_after_ms=RETRY_AFTER_MS),
     "full": ResourceExhausted("the store is full", retry_after_ms=RETRY_AFTER_MS),
     "exhausted": FailedPrecondition("the conversation has no sequences left"),
+    "not_member": PermissionDenied("no such conversation"),
+    "membership_changed": MembershipChanged("the members keep changing", retry_after_ms=RETRY_AFTER_MS),
 }
 """Outcome of a reservation that consumed nothing → what the client is told."""
 

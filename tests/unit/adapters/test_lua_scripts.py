@@ -10,7 +10,7 @@ from qim.adapters.lua_scripts import LuaScripts
 from qim.errors import ConfigError
 
 SCRIPTS = LuaScripts.load()
-REFUSED_WHEN_FULL = {"reserve_messages", "commit_messages"}
+REFUSED_WHEN_FULL = {"reserve_messages", "commit_messages", "create_group", "change_membership"}
 """The scripts that take something new in; every other one must still run on a full server."""
 
 
