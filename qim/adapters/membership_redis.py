@@ -32,8 +32,8 @@ from qim.limits import (
     BUCKETS_PER_SLOT,
     CLOCK_SKEW_MS_MAX,
     GROUP_SNAPSHOT_LIFE_MS,
-    MEMBER_READS_MAX,
     MEMBER_ENTRIES_PER_CALL_MAX,
+    MEMBER_READS_MAX,
     SLOTS,
 )
 from qim.memberships import (
