@@ -96,7 +96,7 @@ async def test_a_group_that_does_not_exist_is_none_everywhere_and_its_snapshot_a
 
 
 @pytest.mark.shows("F6")
-@pytest.mark.parametrize("field", [b"1", b"%d:1" % shard_of_user(TENANT, ALICE)])
+@pytest.mark.parametrize("field", [b"1", b"%d:1" % shard_of_user(TENANT, ALICE)], ids=["index", "part"])
 async def test_a_torn_snapshot_is_an_error_and_never_a_smaller_audience(
     store_server: StoreServer, field: bytes
 ) -> None:

@@ -9,8 +9,8 @@ FUNCTION_LINES_MAX = 70
 NESTED_FUNCTION_LINES_MAX = 10
 SCRIPT_LINES_MAX = 60
 LONGER_SCRIPTS = {"commit_messages.lua": 115, "change_membership.lua": 120, "reserve_messages.lua": 80}
-"""The first does in one step what three scripts do apart, the second moves version, snapshot, intervals and the
-event of a change together; that is their point. The third also decides who may send to a group."""
+"""The first does in one step what three scripts do apart, the second moves version, snapshot, intervals and
+the event of a change together; that is their point. The third also decides who may send to a group."""
 
 
 def test_no_module_is_too_long() -> None:
