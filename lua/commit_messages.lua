@@ -47,8 +47,6 @@ for i = 1, items do
   local head, key, record = ARGV[head_at + i], KEYS[key_at + i], ARGV[record_at + i]
   local slot, conv, collect = byte(head, 1, 3)
   local value = committed[i] or recorded[i] or values[first[key]] -- the last: an earlier item of this run
-  local group = groups[conv]
-  local refused = group and not value and refusal(group, head, key)
   found = found - (committed[i] and 1 or 0)
   if stale[slot] or value and sub(value, 1, 36) ~= sub(head, 4, 39) then
     answers[i] = stale[slot] and -2 or -1
@@ -59,8 +57,8 @@ for i = 1, items do
     answers[i] = 'R' .. sub(value, 37) .. ':' .. stored
   elseif value then
     answers[i] = 'C' .. sub(value, 37)
-  elseif refused then
-    answers[i] = refused
+  elseif groups[conv] and refusal(groups[conv], head, key) then
+    answers[i] = refusal(groups[conv], head, key)
   elseif math.abs(struct.unpack('>I8', head, 40) - now) > skew_ms then
     answers[i] = -3
   else
@@ -76,8 +74,10 @@ for i = 1, items do
       local text, entry = format('%d', seq), '\146' .. cmsgpack.pack(seq) .. record
       answers[i], last[conv], first[key], values[i], news[at] = seq, seq, i, sub(head, 4, 47) .. text, i
       packed[at] = pack('>I4', #frame + 8 + #entry) .. sub(frame, 1, 8) .. pack('>I8', seq) .. sub(frame, 9) .. entry
-      local until_ms = sub(head, 48, group and -9)
-      if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], until_ms, sub(key, 16, 35) .. text } end
+      if collect > 0 then
+        local until_ms = sub(head, 48, groups[conv] and -9)
+        due[#due + 1] = { KEYS[collect_at + collect], until_ms, sub(key, 16, 35) .. text }
+      end
     end
   end
 end

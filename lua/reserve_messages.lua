@@ -39,8 +39,6 @@ for i = 1, items do
   local slot, conv, collect = byte(head, 1, 3)
   local twin = first[field] -- an earlier item of this run with the same key
   local value = committed[i] or recorded[i] or values[twin]
-  local group = groups[conv]
-  local refused = group and not value and refusal(group, head, field)
   if committed[i] then found = found - 1 end
   if stale[slot] then
     answers[i] = -2
@@ -51,8 +49,8 @@ for i = 1, items do
   elseif value then
     local record = twin and ARGV[record_at + twin] or call('HGET', KEYS[hot_at + conv], sub(value, 45))
     answers[i] = 'R' .. sub(value, 37) .. ':' .. assert(record, 'a recorded message has no record')
-  elseif refused then
-    answers[i] = refused
+  elseif groups[conv] and refusal(groups[conv], head, field) then
+    answers[i] = refusal(groups[conv], head, field)
   elseif math.abs(unpack_u64('>I8', head, 40) - now) > skew_ms then
     answers[i] = -3
   else
@@ -63,8 +61,10 @@ for i = 1, items do
     if seq <= seq_max then
       answers[i], last[conv], first[field], values[i] = seq, seq, i, sub(head, 4, 47) .. text
       fields[count + 1], fields[count + 2], news[count / 2 + 1] = field, values[i], i
-      local expires = sub(head, 48, group and -9)
-      if collect > 0 then due[#due + 1] = { KEYS[collect_at + collect], expires, sub(field, 16, 35) .. text } end
+      if collect > 0 then
+        local expires = sub(head, 48, groups[conv] and -9)
+        due[#due + 1] = { KEYS[collect_at + collect], expires, sub(field, 16, 35) .. text }
+      end
     end
   end
 end
