@@ -91,7 +91,7 @@ class ServerConfig:
         Key(
             "Whether idle CPUs spin instead of sleeping while the server runs. A light load then costs a "
             "tenth less processor time per message, and the host more electricity. Needs to write "
-            "/dev/cpu_dma_latency."
+            "/dev/cpu_dma_latency; under systemd with the drop-in keep-awake.conf."
         ),
     ] = False
     drain_timeout_ms: Annotated[

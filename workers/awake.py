@@ -24,10 +24,13 @@ NO_LATENCY: Final = struct.pack("@i", 0)
 
 def keep_awake(device: Path = DEVICE) -> int:
     """Asks the kernel; returns the descriptor that keeps the promise. Raises ConfigError when it may not."""
+    descriptor = -1
     try:
         descriptor = os.open(device, os.O_WRONLY | os.O_CLOEXEC)
         os.write(descriptor, NO_LATENCY)
     except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
         raise ConfigError(
             [f"server.keep_awake: {device}: {error.strerror}; make it writable or set the key to false"]
         ) from error

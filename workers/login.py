@@ -23,6 +23,7 @@ from typing import Final, Protocol
 from qim import limits
 from qim.clock import Clock
 from qim.domain.gateway import FailedLogins, GatewayLimits, token_end
+from qim.domain.presence import SESSION_TIME_BYTES
 from qim.errors import ClientError, ResourceExhausted, Unauthenticated, Unavailable
 from qim.ids import MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.metrics import Metrics
@@ -36,7 +37,6 @@ from workers.client_socket import ClientSocket, Waiting
 from workers.connections import Connections
 
 _READY: Final = State.READY
-_SESSION_TIME_BYTES: Final = 6
 
 
 class Owners(Protocol):
@@ -128,8 +128,8 @@ class Logins:
 
     def _new_session(self) -> SessionId:
         """Begins with the time: of two sessions of a device the later one is known by it."""
-        time = self._clock.now_ms().to_bytes(_SESSION_TIME_BYTES, "big")
-        return SessionId(time + secrets.token_bytes(16 - _SESSION_TIME_BYTES))
+        time = self._clock.now_ms().to_bytes(SESSION_TIME_BYTES, "big")
+        return SessionId(time + secrets.token_bytes(16 - SESSION_TIME_BYTES))
 
     def _announce(self, sock: ClientSocket, *, repeated: bool) -> bool:
         who = (sock.tenant, sock.user, sock.device, sock.session)

@@ -19,14 +19,14 @@ from typing import Final, Protocol
 from qim import limits
 from qim.domain.placement import Placement, shard_of_user
 from qim.domain.presence import UNKNOWN, Outcome, PresenceTable, Session
-from qim.errors import ClientError, Replaced, ResourceExhausted, StoreError, Unavailable
+from qim.errors import ClientError, GoingAway, Replaced, ResourceExhausted, StoreError
 from qim.ids import MAILBOX_SEQ_MAX, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.ports import MailboxPage, MailboxPageQuery, MailboxStore
 from workers.inbox import Inbox
 
 _FULL: Final = ResourceExhausted("too many sessions", retry_after_ms=limits.LINK_RETRY_MS_MAX)
 _REPLACED: Final = Replaced("a later log-in of this device took over")
-_COME_AGAIN: Final = Unavailable("another connection of this device", retry_after_ms=limits.LINK_RETRY_MS_MIN)
+_COME_AGAIN: Final = GoingAway("another connection of this device", retry_after_ms=limits.LINK_RETRY_MS_MIN)
 
 
 class PresenceAnswers(Protocol):

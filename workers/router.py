@@ -249,9 +249,9 @@ class Router:
                 self._presence.withdraw(*message)
             case Close():
                 error = CLIENT_ERRORS.get(message.code, GoingAway)
-                self._gateway.logins.close(
-                    message.handle, message.generation, error("ended by the owner of the user")
-                )
+                wait_ms = limits.LINK_RETRY_MS_MAX if error.retryable else 0  # the frame carries none
+                ended = error("ended by the owner of the user", retry_after_ms=wait_ms)
+                self._gateway.logins.close(message.handle, message.generation, ended)
             case Hello() | Reply():
                 raise RemoteProtocolError("this link frame is not expected here")
             case _:

@@ -5,11 +5,11 @@ a message: gateways announce their sessions again, and until then a user simply 
 
     - a user is in the table exactly while at least one session of theirs is registered
     - at most one session per device; a log-in replaces the session of its device, whatever it was
-    - a *repeated* announcement (ping, link back) never displaces a log-in that this table has seen: it must
-      be from before. Of two repeated ones, after the table was lost, the later stays: session ids begin with
-      the time of their log-in
-    - a client is told for good that it was replaced only where that is sure. Gateways have clocks of their
-      own, and two links may change the order of two log-ins; who was ended on such evidence comes again
+    - a *repeated* announcement (ping, link back) never displaces a log-in that this table has seen. Of two
+      repeated ones, after the table was lost, the later stays: session ids begin with the time of log-in
+    - a client is told for good that it was replaced only where arrival and time agree: gateways have clocks
+      of their own, and two links, or a gateway that stood still, may change the order of two log-ins. Who
+      was ended on less comes again; with two living clients of one device that may end the other one
     - a withdrawal names its session, so the late end of an old socket cannot remove the new one
     - `newest` is 0 (not known) or exactly the user's newest entry at or below W: the store's answer at the
       first log-in, from then on what `advance` was told. It is forgotten together with the last session
@@ -21,12 +21,14 @@ Full: one more session is refused; sessions that are registered stay.
 """
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from qim import limits
 from qim.ids import DeviceId, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 
 UNKNOWN = MailboxSeq(0)
+SESSION_TIME_BYTES: Final = 6
+"""A session id begins with the milliseconds of its log-in, by the clock of its gateway, big-endian."""
 
 
 class Session(NamedTuple):
@@ -55,17 +57,17 @@ class Announcement(NamedTuple):
     ended: Session | None = None
     """The one of two sessions of a device that must be closed now."""
     is_sure: bool = True
-    """Whether the other one is known to be later, not only by the clocks of their gateways."""
+    """Whether the other one is known to be later."""
 
 
 class _User:
-    __slots__ = ("asked", "logged_in", "newest", "sessions", "stay")
+    __slots__ = ("again", "asked", "newest", "sessions", "stay")
 
     def __init__(self, stay: int) -> None:
         self.stay = stay
         self.sessions: dict[DeviceId, Session] = {}
-        self.logged_in: set[DeviceId] = set()
-        """Devices whose session was seen at its log-in; the others were announced again."""
+        self.again: set[DeviceId] | None = None
+        """Devices whose session was announced again; of the others the log-in was seen. None: of all."""
         self.newest = UNKNOWN
         self.asked = False
         """Whether the store has answered: then 0 means that the mailbox is empty."""
@@ -101,19 +103,19 @@ class PresenceTable:
                 return Announcement(Outcome.FULL)
             self._count += 1
         elif repeated and held.session != session.session:
-            if session.device in user.logged_in:
-                return Announcement(Outcome.REFUSED, session)
+            if user.again is None or session.device not in user.again:
+                return Announcement(Outcome.REFUSED, session, is_sure=_is_surely_later(held, session))
             if held.session > session.session:
                 return Announcement(Outcome.REFUSED, session, is_sure=False)
         if user is None:
             self._stays += 1
             user = self._users[key] = _User(self._stays)
         user.sessions[session.device] = session
-        if not repeated:
-            user.logged_in.add(session.device)
+        if held is None or not repeated:
+            _note(user, session.device, again=repeated)
         if held is None or held.session == session.session:
             return Announcement(Outcome.REGISTERED)
-        is_sure = not repeated and (held.worker == session.worker or held.session < session.session)
+        is_sure = not repeated and _is_surely_later(session, held)
         return Announcement(Outcome.REGISTERED, held, is_sure)
 
     def withdraw(self, tenant: TenantId, user_id: UserId, session_id: SessionId) -> bool:
@@ -141,7 +143,7 @@ class PresenceTable:
 
     def _remove(self, user: _User, device: DeviceId, session: Session) -> None:
         del user.sessions[device]
-        user.logged_in.discard(device)
+        _note(user, device, again=False)
         self._count -= 1
         if not user.sessions:
             del self._users[session.tenant, session.user]
@@ -184,3 +186,21 @@ class PresenceTable:
             return UNKNOWN
         previous, user.newest = user.newest, mailbox_seq
         return previous
+
+
+def _note(user: _User, device: DeviceId, *, again: bool) -> None:
+    if again:
+        user.again = user.again or set()
+        user.again.add(device)
+    elif user.again is not None:
+        user.again.discard(device)
+        user.again = user.again or None
+
+
+def _is_surely_later(arrived: Session, before: Session) -> bool:
+    """Whether time agrees with the order of arrival. Equal times contradict nothing."""
+    return arrived.worker == before.worker or _login_ms(arrived) >= _login_ms(before)
+
+
+def _login_ms(session: Session) -> int:
+    return int.from_bytes(session.session[:SESSION_TIME_BYTES], "big")

@@ -292,7 +292,7 @@ OF_EDGES: Final = (
         (
             Change(
                 "qim/domain/presence.py",
-                "            if session.device in user.logged_in:\n",
+                "            if user.again is None or session.device not in user.again:\n",
                 "            if False:\n",
             ),
         ),
@@ -305,8 +305,8 @@ OF_EDGES: Final = (
         (
             Change(
                 "qim/domain/presence.py",
-                "        is_sure = not repeated and (",
-                "        is_sure = True or (",
+                "    return arrived.worker == before.worker or _login_ms(arrived) >= _login_ms(before)\n",
+                "    return True\n",
             ),
         ),
     ),

@@ -221,7 +221,7 @@ async def test_a_stopped_shard_is_shown_and_goes_on_after_the_cause_is_gone(
     dev: DevServer, peers: tuple[User, User], wrong: Wrong, tmp_path: Path
 ) -> None:
     send(dev, peers, tmp_path)
-    (row,) = eventually(lambda: stopped(dev), what="the shard stands still")
+    (row,) = eventually(lambda: stopped(dev), what="the shard stands still", timeout_seconds=30.0)
     assert row["slot"] == wrong.slot
     assert row["reason"]
     shown = qimctl(dev, "mailbox", "show")
@@ -245,7 +245,7 @@ async def test_a_record_may_be_skipped_and_delivered_later(
     dev: DevServer, peers: tuple[User, User], wrong: Wrong, tmp_path: Path
 ) -> None:
     send(dev, peers, tmp_path)
-    (row,) = eventually(lambda: stopped(dev), what="the shard stands still")
+    (row,) = eventually(lambda: stopped(dev), what="the shard stands still", timeout_seconds=30.0)
     slot, offset = str(row["slot"]), str(row["offset"])
     refused = qimctl(dev, "mailbox", "skip", slot, str(row["offset"] + 1), "--yes")
     assert refused.returncode == ExitCode.NO

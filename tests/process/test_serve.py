@@ -23,6 +23,7 @@ from qim.tokens import generate_key_pair
 from tests.process.service import REPOSITORY, is_alive
 from tests.services import StoreServer
 from tests.waiting import eventually
+from workers.awake import DEVICE
 from workers.devfolder import make_certificate
 from workers.init import initialise
 from workers.listeners import ALPN
@@ -274,6 +275,23 @@ def test_a_pinned_worker_keeps_to_its_processor(service: Serve, store: StoreServ
     assert os.sched_getaffinity(service.status()["workers"][0]["pid"]) == {cpu}
     assert service.process is not None
     assert os.sched_getaffinity(service.process.pid) == os.sched_getaffinity(0)
+
+
+def test_processors_are_kept_awake_as_long_as_the_server_runs_or_the_start_is_refused(
+    service: Serve, store: StoreServer
+) -> None:
+    service.config.write_text(service.config.read_text().replace("[server]", "[server]\nkeep_awake = true"))
+    store.start()
+    service.initialise()
+    service.start()
+    assert service.process is not None
+    if os.access(DEVICE, os.W_OK):
+        service.until_ready()
+        held = Path(f"/proc/{service.process.pid}/fd").iterdir()
+        assert DEVICE in {descriptor.readlink() for descriptor in held}
+    else:
+        assert service.process.wait(30) == 78
+        assert "server.keep_awake" in (service.folder / "log").read_text()
 
 
 def test_a_reload_takes_a_new_certificate_and_refuses_a_bad_one(service: Serve, store: StoreServer) -> None:

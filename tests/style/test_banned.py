@@ -13,8 +13,11 @@ HOT_ROLES = (
     "workers/connections.py",
     "workers/login.py",
     "workers/writer.py",
+    "workers/commits.py",
     "workers/fanout.py",
     "workers/mailbox.py",
+    "workers/shards.py",
+    "workers/pushes.py",
     "workers/link.py",
 )
 START_FUNCTIONS = frozenset({"run", "start", "__init__", "drain"})

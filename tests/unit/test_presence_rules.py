@@ -10,9 +10,11 @@ ALICE, BOB = UserId(b"a" * 16), UserId(b"b" * 16)
 PHONE, TABLET = DeviceId(b"p" * 16), DeviceId(b"t" * 16)
 
 
-def session(number: int, *, user: UserId = ALICE, device: DeviceId = PHONE, worker: int = 0) -> Session:
-    """Sessions with a larger number logged in later."""
-    name = SessionId(number.to_bytes(16, "big"))
+def session(
+    number: int, *, user: UserId = ALICE, device: DeviceId = PHONE, worker: int = 0, noise: int = 0
+) -> Session:
+    """Sessions with a larger number logged in later, by the clock of their gateway."""
+    name = SessionId(number.to_bytes(6, "big") + bytes([noise]) * 10)
     return Session(WorkerId(worker), number, number, TENANT, user, device, name)
 
 
@@ -60,28 +62,45 @@ def test_what_is_announced_again_does_not_throw_out_a_log_in_whatever_the_clocks
     table = PresenceTable()
     table.announce(session(1, worker=1), repeated=False)
     dead = session(9, worker=2)
-    assert table.announce(dead, repeated=True) == Announcement(Outcome.REFUSED, dead)
+    assert table.announce(dead, repeated=True) == Announcement(Outcome.REFUSED, dead, is_sure=False)
     assert table.sessions_of(TENANT, ALICE) == [session(1, worker=1)]
 
 
 @pytest.mark.shows("O13")
-@pytest.mark.parametrize("worker", [1, 2])
-def test_a_log_in_whose_order_is_not_sure_ends_nobody_for_good(worker: int) -> None:
-    """Through another gateway it may have been overtaken on its way; through the same one it was not."""
+@pytest.mark.parametrize(("before", "is_sure"), [(3, True), (4, True), (5, False)])
+def test_a_log_in_whose_order_is_not_sure_ends_nobody_for_good(before: int, is_sure: bool) -> None:
+    """Through another gateway it may have been overtaken on its way; equal times contradict nothing."""
     table = PresenceTable()
-    held = session(5, worker=1)
+    held = session(before, worker=1, noise=255)
     table.announce(held, repeated=False)
-    answer = table.announce(session(4, worker=worker), repeated=False)
-    assert answer == Announcement(Outcome.REGISTERED, held, is_sure=worker == 1)
+    answer = table.announce(session(4, worker=2), repeated=False)
+    assert answer == Announcement(Outcome.REGISTERED, held, is_sure)
 
 
-def test_a_log_in_that_has_gone_does_not_count_for_the_next_session_of_its_device() -> None:
+@pytest.mark.shows("O13")
+@pytest.mark.parametrize("is_told", [True, False], ids=["its end was lost", "its gateway was away"])
+def test_a_living_session_that_an_overtaken_log_in_pushed_out_is_not_ended_for_good(is_told: bool) -> None:
     table = PresenceTable()
-    table.announce(session(1), repeated=False)
-    table.withdraw(TENANT, ALICE, session(1).session)
-    table.announce(session(2, device=TABLET), repeated=False)
-    table.announce(session(3), repeated=True)
-    assert table.announce(session(4), repeated=True).outcome is Outcome.REGISTERED
+    living, overtaken = session(5, worker=1), session(4, worker=2)
+    table.announce(living, repeated=False)
+    if not is_told:
+        table.drop_worker(WorkerId(1))
+    table.announce(overtaken, repeated=False)
+    assert table.announce(living, repeated=True) == Announcement(Outcome.REFUSED, living, is_sure=False)
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_what_is_remembered_of_a_session_goes_with_it(is_dropped: bool) -> None:
+    """The user stays in the table with another device, and devices come and go."""
+    table = PresenceTable()
+    table.announce(session(1, device=TABLET), repeated=False)
+    table.announce(session(2, worker=1), repeated=True)
+    assert table._users[TENANT, ALICE].again == {PHONE}
+    if is_dropped:
+        table.drop_worker(WorkerId(1))
+    else:
+        table.withdraw(TENANT, ALICE, session(2).session)
+    assert table._users[TENANT, ALICE].again is None
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])

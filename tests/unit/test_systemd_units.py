@@ -14,6 +14,7 @@ from qim.ctl.tune import Host, load_profile
 from qim.errors import ExitCode
 from qim.limits import DRAIN_DEADLINE_MS
 from tests.services import require_service
+from workers.awake import DEVICE
 
 UNITS = Path(__file__).parents[2] / "systemd"
 EXPOSURE_MAX = 15
@@ -65,6 +66,20 @@ def test_the_checker_accepts_the_units(analyze: str, staged: Path) -> None:
     result = _run(analyze, "verify", "--man=no", f"--root={staged}", "--recursive-errors=no", "qim.service")
     assert result.returncode == 0, result.stderr
     assert "Unknown" not in result.stderr, result.stderr
+
+
+def test_the_drop_in_of_awake_processors_is_accepted_and_lets_one_device_in(
+    analyze: str, staged: Path
+) -> None:
+    folder = staged / "etc/systemd/system/qim.service.d"
+    folder.mkdir(parents=True)
+    shutil.copy(UNITS / "keep-awake.conf", folder)
+    for program in ("chgrp", "chmod"):
+        shutil.copy(staged / "bin/kill", staged / "bin" / program)
+    result = _run(analyze, "verify", "--man=no", f"--root={staged}", "--recursive-errors=no", "qim.service")
+    assert result.returncode == 0, result.stderr
+    assert "Unknown" not in result.stderr, result.stderr
+    assert f"\nDeviceAllow={DEVICE} w\n" in (folder / "keep-awake.conf").read_text()
 
 
 def test_the_checker_refuses_a_missing_program(analyze: str, staged: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Self, cast
 
 from qim.domain.placement import Placement, shard_of_user
 from qim.domain.presence import PresenceTable, Session
-from qim.errors import ClientError, Replaced, ResourceExhausted, StoreRefused, Unavailable
+from qim.errors import ClientError, GoingAway, Replaced, ResourceExhausted, StoreRefused
 from qim.ids import DeviceId, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.limits import PRESENCE_READS_MAX
 from qim.ports import MailboxPage, MailboxPageQuery, MailboxStore
@@ -18,7 +18,7 @@ TENANT = TenantId(1)
 
 def session(number: int, *, login: int = 1, worker: int = 0) -> Session:
     user = UserId(number.to_bytes(16, "big"))
-    name = SessionId(login.to_bytes(16, "big"))
+    name = SessionId(login.to_bytes(6, "big") + bytes(10))
     return Session(WorkerId(worker), number, login, TENANT, user, DeviceId(b"d" * 16), name)
 
 
@@ -179,7 +179,7 @@ async def test_who_was_ended_on_the_word_of_a_clock_is_asked_to_come_again() -> 
         owner.presence.announce(faster, repeated=False)
         owner.presence.announce(overtaken, repeated=False)
         ((closed, error),) = owner.answers.closed
-        assert (closed, error.code) == (faster, Unavailable.code)
+        assert (closed, error.code) == (faster, GoingAway.code)
         assert error.retry_after_ms > 0
         assert owner.presence.sessions_of(TENANT, faster.user) == [overtaken]
 
