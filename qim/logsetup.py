@@ -71,6 +71,7 @@ EVENTS: Final[Mapping[str, str]] = {
     "outbox_broken": "An Outbox partition takes nothing; sends are refused until it does, reads go on.",
     "pending_unfinishable": "The recoverer cannot finish a half-done message; an operator is needed.",
     "position_not_stored": "A position could not be stored; the batch will be repeated without harm.",
+    "processors_kept_awake": "Idle processors spin as long as this server runs (server.keep_awake).",
     "record_redelivered": "A skipped record was delivered again because an operator said so.",
     "record_skipped": "A record was skipped because an operator said so.",
     "recoverer_could_not_read": "The recoverer could not read what is pending; it tries again.",

@@ -80,6 +80,7 @@ def serve(command: Command) -> int:
     _occupy_folder(Path(config.server.runtime_dir))
     if config.server.keep_awake:
         keep_awake()
+        log.info("processors_kept_awake")
     forget_reload(config)
     workers = worker_count(config, profile)
     _raise_descriptor_limit(config.gateway.connections_max + DESCRIPTORS_SPARE)
