@@ -20,9 +20,11 @@ from redis import Redis
 from qim.adapters.mailbox_keys import WATERMARKS, mailbox_key, unpack_state
 from qim.client import AuthError, Client
 from qim.client.probe import Probe
+from qim.clock import SystemClock
 from qim.domain.placement import shard_of_user
 from qim.errors import ExitCode
 from qim.ids import SlotId, TenantId
+from qim.limits import DAY_MS
 from tests.process.service import REPOSITORY
 from tests.services.dev_server import DevServer, User
 from tests.waiting import eventually, eventually_async
@@ -170,14 +172,19 @@ class Wrong:
         self.slot = shard_of_user(TENANT, user.user)
         value = self._store.hget(WATERMARKS.decode(), str(int(self.slot)))
         assert isinstance(value, bytes)
-        day = unpack_state(value).day
-        self._key = mailbox_key(SlotId(self.slot), TENANT, user.user, day=day, ephemeral=False)
+        # A shard that was never written stands on no day yet; the test may run over midnight.
+        today = SystemClock().now_ms() // DAY_MS
+        self._keys = [
+            mailbox_key(SlotId(self.slot), TENANT, user.user, day=day, ephemeral=False)
+            for day in (unpack_state(value).day, today, today + 1)
+        ]
 
     def make(self) -> None:
-        self._store.set(self._key, "not a mailbox")
+        for key in self._keys:
+            self._store.set(key, "not a mailbox")
 
     def mend(self) -> None:
-        self._store.delete(self._key)
+        self._store.delete(*self._keys)
 
     def close(self) -> None:
         self.mend()
