@@ -20,9 +20,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from cyclopts import App, Parameter, validators
@@ -46,13 +46,17 @@ COURSE_SECONDS: Final = 30.0
 """The resources of all processes are noted this often, and told where nobody watches a bar."""
 
 
+Course: TypeAlias = list[tuple[float, dict[str, Resources]]]
+"""Second, resources."""
+
+
 class Outcome(NamedTuple):
     verdict: Verdict
     audit: Report
     before: dict[str, Resources]
     """Warm."""
-    course: list[tuple[float, dict[str, Resources]]]
-    """While the load went on: second, resources."""
+    course: Course
+    """While the load went on."""
     loaded: dict[str, Resources]
     """At the end of the load, the clients still there."""
     after: dict[str, Resources]
@@ -132,7 +136,7 @@ class Loaded(NamedTuple):
     """What the time of the load left, besides the histories."""
 
     before: dict[str, Resources]
-    course: list[tuple[float, dict[str, Resources]]]
+    course: Course
     after: dict[str, Resources]
     repairs: list[Repair]
     client_cpu_seconds: float
@@ -149,16 +153,37 @@ async def _load(
 ) -> Loaded:
     """Load and faults for the time of the plan; resources once everything is warm and at the end."""
     stop, stop_samples = asyncio.Event(), asyncio.Event()
-    sampling = asyncio.create_task(stores.sample_until(stop_samples))
-    children = _children_seconds()
-    spent = await asyncio.to_thread(processor_seconds, server)
-    await clients.start()
-    await pause(asyncio.Event(), min(3.0, plan.seconds / 4))
-    before = await asyncio.to_thread(measure, server, clients.pids)
-    faults = Faults(server, clients, recorder, plan)
-    striking = asyncio.create_task(faults.run_until(stop))
+    async with _beside(stores.sample_until(stop_samples)) as sampling:
+        children = _children_seconds()
+        spent = await asyncio.to_thread(processor_seconds, server)
+        await clients.start()
+        await pause(asyncio.Event(), min(3.0, plan.seconds / 4))
+        before = await asyncio.to_thread(measure, server, clients.pids)
+        faults = Faults(server, clients, recorder, plan)
+        async with _beside(faults.run_until(stop)) as striking:
+            course = await _watch(plan, server, clients, faults, striking, progress)
+            stop.set()
+            await striking
+        await pause(asyncio.Event(), 1.0)  # somebody must be acknowledged after the last healing
+        after = await asyncio.to_thread(measure, server, clients.pids)
+        spent = (await asyncio.to_thread(processor_seconds, server)).since(spent)
+        await clients.finish()
+        stop_samples.set()
+        await sampling
+    return Loaded(before, course, after, faults.repairs, _children_seconds() - children, spent)
+
+
+async def _watch(
+    plan: Plan,
+    server: DevServer,
+    clients: Clients,
+    faults: Faults,
+    striking: asyncio.Task[None],
+    progress: Progress,
+) -> Course:
+    """Raises as soon as a client or the strikes have ended by themselves."""
     bar = progress.add_task("load and faults", total=plan.seconds)
-    course: list[tuple[float, dict[str, Resources]]] = []
+    course: Course = []
     deadline = time.monotonic() + plan.seconds
     while (left := deadline - time.monotonic()) > 0:
         if striking.done():
@@ -169,15 +194,18 @@ async def _load(
             course.append((plan.seconds - left, await asyncio.to_thread(measure, server, clients.pids)))
             tell(progress, f"{plan.seconds - left:.0f} s of load, {len(faults.repairs)} faults healed")
         await pause(asyncio.Event(), min(0.2, left))
-    stop.set()
-    await striking
-    await pause(asyncio.Event(), 1.0)  # somebody must be acknowledged after the last healing
-    after = await asyncio.to_thread(measure, server, clients.pids)
-    spent = (await asyncio.to_thread(processor_seconds, server)).since(spent)
-    await clients.finish()
-    stop_samples.set()
-    await sampling
-    return Loaded(before, course, after, faults.repairs, _children_seconds() - children, spent)
+    return course
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
+    """Beside the block and never after it: nobody would end the process that it may be starting then."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _children_seconds() -> float:

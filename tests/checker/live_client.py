@@ -8,7 +8,8 @@ in the history.
 
 On SIGTERM nothing new is sent; the process waits until each message has its answer, and ends. With `is_final`
 it drains each device to an empty page and reads its histories and marks instead, exact; a server that refuses
-any of it ends it with an error. So does whatever a server of this protocol may not send.
+any of it ends it with an error. So does whatever a server of this protocol may not send, and, in every
+process, a code that forbids a device to come back.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ TICK_SECONDS: Final = 0.01
 RETRY_SECONDS: Final = 0.1
 CONNECT_SECONDS_MAX: Final = 10.0
 SETTLE_SECONDS_MAX: Final = 40.0
+"""After SIGTERM; whoever sent it waits longer (`live_clients.py`)."""
 ANSWER_SECONDS_MAX: Final = 20.0
 DRAINS_AT_ONCE: Final = 4
 GC_THRESHOLDS: Final = (50_000, 20, 20)

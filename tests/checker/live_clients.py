@@ -4,13 +4,14 @@ The number of users follows from the rate, so that none of them meets the server
 while he catches up after an outage. Each has a device that sends; the first of them a second one too, which
 only reads. The devices of one user live in different processes. What a process knows and does stands in
 `live_memory.py` and `live_client.py`; here they are only started, killed, ended and started again for the
-last reads. One that ends by itself ends the run.
+last reads. One that ends by itself ends the run, also when a kill was just on its way to it.
 """
 
 import asyncio
 import contextlib
 import math
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from tests.checker.live_client import SETTLE_SECONDS_MAX
 from tests.checker.live_memory import ClientOrder, DeviceOrder
 from tests.services.dev_server import REPOSITORY, TENANT, DevServer
 
@@ -32,7 +34,8 @@ CLIENT_PROCESSES: Final = 3
 PEERS: Final = 3
 """Each user writes to the users beside it."""
 DRAIN_SECONDS_MAX: Final = 1_800.0
-SETTLE_SECONDS_MAX: Final = 60.0
+END_SECONDS_MAX: Final = SETTLE_SECONDS_MAX + 20.0
+"""A process that has waited for its answers in vain still ends by itself, and says so."""
 
 
 class Plan(NamedTuple):
@@ -79,7 +82,7 @@ class Clients:
         self.began_ns = time.monotonic_ns()
         for order in self.orders:
             order.began_ns = self.began_ns
-        self._processes = [await self._start(order) for order in self.orders]
+        await self._start_all()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -87,6 +90,12 @@ class Clients:
             order.process.partition(".")[0]: process.pid
             for order, process in zip(self.orders, self._processes, strict=True)
         }
+
+    async def _start_all(self) -> None:
+        """One by one, so that `abandon` knows those that are there when the next cannot be started."""
+        self._processes = []
+        for order in self.orders:
+            self._processes.append(await self._start(order))
 
     async def _start(self, order: ClientOrder) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -98,8 +107,10 @@ class Clients:
         """kill -9, and a successor that goes on with its histories."""
         process, order = self._processes[place], self.orders[place]
         self._dying = process
-        process.kill()
-        await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        code = await process.wait()
+        assert code == -signal.SIGKILL, f"a client process ended with {code} before it was killed"
         order.process = _successor(order.process)
         self._processes[place] = await self._start(order)
 
@@ -108,7 +119,7 @@ class Clients:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-        await self._ended(SETTLE_SECONDS_MAX)
+        await self._ended(END_SECONDS_MAX)
 
     def check(self) -> None:
         """Raises when one has ended by itself."""
@@ -121,7 +132,7 @@ class Clients:
         """The last reads, by the successors of all."""
         for order in self.orders:
             order.process, order.is_final = _successor(order.process), True
-        self._processes = [await self._start(order) for order in self.orders]
+        await self._start_all()
         await self._ended(DRAIN_SECONDS_MAX)
 
     async def _ended(self, seconds_max: float) -> None:

@@ -8,6 +8,11 @@ in small groups. One message in ten is sent again although it was acknowledged.
 Every event is noted before the frame that follows from it can leave: frames and events go to the desk, which
 writes the events first. Half of the pulls name the unbroken chain of pushes that the device holds, the others
 are sent everything again. When the connection ends, each open request ends with an unknown outcome.
+
+A final code in a GOAWAY or as the answer to AUTH raises: nothing that a run does to its server is a reason
+for one. Not even REPLACED, which the server says to the old connection of a device that logs in again: a
+process logs a device in when its connection before is gone, and a successor when its predecessor is dead, so
+whoever is rightly replaced does not hear it.
 """
 
 import random
@@ -17,6 +22,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from qim.client.errors import error_name
 from qim.ids import MailboxSeq, Seq
 from qim.limits import PAGE_ENTRIES_MAX
 from qim.records import Kind, MessageType, entry_coordinates
@@ -39,6 +45,8 @@ READ_NS: Final = 1_000_000_000
 """A device that only reads pulls this often."""
 LIMITS: Final = (5, 100, PAGE_ENTRIES_MAX)
 LIMIT_WEIGHTS: Final = (1, 4, 4)
+FINAL_THOUSANDS: Final = (1, 4)
+"""1000–1999 and 4000–4999, after the protocol and not after the SDK: its mistake must not be ours."""
 _PUSH_EVENTS: Final = int(Op.PUSH_EVENTS)
 _GOAWAY: Final = int(Op.GOAWAY)
 _TEXT: Final = int(MessageType.TEXT)
@@ -56,6 +64,10 @@ class Desk(Protocol):
     def put(self, device: "DeviceClient", frame: bytes) -> None:
         """Leaves after everything that was noted until now is in the history."""
         ...
+
+
+class EndedForGood(Exception):
+    """The server said that this device shall not come back as it is."""
 
 
 class Asked(NamedTuple):
@@ -222,10 +234,11 @@ class DeviceClient:
         for frame in self.wire.receive(data):
             if frame.opcode == _PUSH_EVENTS:
                 self._on_push(frame)
-            elif frame.request_id:
-                self._on_answer(frame)
             elif frame.opcode == _GOAWAY:
                 self.is_ready = self._wants_pull = False
+                self._unless_final(bodies.decode_body(frame.opcode, frame.body))
+            elif frame.request_id:
+                self._on_answer(frame)
 
     def on_lost(self) -> None:
         """The connection is gone: whatever is open may have happened."""
@@ -267,7 +280,14 @@ class DeviceClient:
             self._note_end(event, "ok", read_seq=body.read_seq, unread=body.unread)
 
     def _on_logged_in(self, body: msgspec.Struct) -> None:
+        if isinstance(body, bodies.Error):
+            self._unless_final(body)
         self._wants_pull = isinstance(body, bodies.AuthAck)
+
+    def _unless_final(self, body: bodies.GoAway | bodies.Error) -> None:
+        if body.code // 1000 in FINAL_THOUSANDS:
+            why = f"{error_name(body.code)} ({body.code}) {body.text}".rstrip()
+            raise EndedForGood(f"the server ended device {self.device.device} for good: {why}")
 
     def _on_unanswered(self, asked: Asked, hold_ns: int) -> None:
         """A message goes again, a pull too; the rest is not missed."""

@@ -52,9 +52,11 @@ class Faults:
             await self._healed(target, victim)
         else:
             os.kill(victim, signal.SIGSTOP)
-            await pause(asyncio.Event(), self._chance.uniform(1.0, 3.0))
-            with contextlib.suppress(ProcessLookupError):  # a worker that is silent for too long is replaced
-                os.kill(victim, signal.SIGCONT)
+            try:
+                await pause(asyncio.Event(), self._chance.uniform(1.0, 3.0))
+            finally:  # a run that fails now must still be able to stop its server
+                with contextlib.suppress(ProcessLookupError):  # a worker that is silent too long is replaced
+                    os.kill(victim, signal.SIGCONT)
             await self._healed("", victim)
         self._note("heal", what, target, victim)
         self.repairs.append(Repair(f"{what} {target}", time.monotonic() - began))

@@ -2,6 +2,12 @@
 
 A process that is not there just now, because it was killed, is left out; its successor has another pid and is
 not warm. So what must be flat is read from rows of one pid.
+
+The parts are found from outside, by their pids and parents, so that a process cannot embellish its own
+figures and needs no code for them: the workers name themselves in the status, above each stand its supervisor
+and the launcher, below the launcher stands the rest. Nothing here is kept between two calls but what
+`/proc` keeps: the processor time of a dead process is with its parent, so totals must be asked of the whole
+tree, and a share of the machine is only as good as the machine was ours alone.
 """
 
 import contextlib

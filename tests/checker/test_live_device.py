@@ -1,4 +1,4 @@
-"""A device of a live run: what it notes, what it repeats, and that its history comes before its frames."""
+"""A device of a live run: what it notes, what it repeats, what ends it, and that its history comes first."""
 
 import time
 from collections.abc import Iterator
@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from qim.errors import ResourceExhausted, Unavailable
+from qim.errors import (
+    AuthRequired,
+    ClientError,
+    GoingAway,
+    Replaced,
+    ResourceExhausted,
+    SlowConsumer,
+    Unauthenticated,
+    Unavailable,
+)
 from qim.ids import ClientMessageId, ConversationId, MailboxSeq, MessageId, Millis, Seq, SessionId, UserId
 from qim.wire import bodies
 from qim.wire.frames import Frame, FrameSplitter
 from qim.wire.layout import Op
-from tests.checker.history import Event, FileHistory, Pull, Recorder, Send
-from tests.checker.live_device import ANSWER_NS_MAX, WINDOW_MAX, WINDOW_MIN, DeviceClient
+from tests.checker.history import Event, FileHistory, History, Pull, Read, Recorder, Send
+from tests.checker.live_device import ANSWER_NS_MAX, WINDOW_MAX, WINDOW_MIN, DeviceClient, EndedForGood
 from tests.checker.live_memory import ClientOrder, DeviceOrder, Memory
 
 ME, PEER, DEVICE = "0a" * 16, "0b" * 16, "0d" * 16
@@ -20,7 +29,7 @@ LATE_NS = 60_000_000_000
 
 
 class RecordingDesk:
-    """Writes each frame's events first, as the process does, and keeps the frames."""
+    """Writes events first, as the process does, sees that each frame has its own, and keeps the frames."""
 
     def __init__(self, folder: Path) -> None:
         device = DeviceOrder(ME, "token", DEVICE, [PEER], sends_per_second=1_000.0)
@@ -31,6 +40,8 @@ class RecordingDesk:
         self.recorder = Recorder(self.path)
         self.is_stopping = False
         self.frames: list[Frame] = []
+        self.invoked = 0
+        """Frames that want an event."""
         self._operations = 0
         self._splitter = FrameSplitter()
 
@@ -39,7 +50,18 @@ class RecordingDesk:
         return self._operations
 
     def put(self, device: DeviceClient, frame: bytes) -> None:
-        self.frames += self._splitter.feed(frame)
+        for put in self._splitter.feed(frame):
+            if put.opcode != Op.AUTH:
+                self._assert_is_noted(put)
+            self.frames.append(put)
+
+    def _assert_is_noted(self, frame: Frame) -> None:
+        """The last line of the file is the beginning of this very request."""
+        self.invoked += 1
+        operations = [event for event in self.events() if isinstance(event, Send | Pull | History | Read)]
+        assert sum(event.type == "invoke" for event in operations) == self.invoked
+        assert operations[-1].type == "invoke"
+        assert _of_event(operations[-1]) == _of_frame(frame)
 
     def take(self) -> list[Frame]:
         taken, self.frames = self.frames, []
@@ -51,6 +73,29 @@ class RecordingDesk:
 
     def sends(self, type_: str) -> list[Send]:
         return [event for event in self.events() if isinstance(event, Send) and event.type == type_]
+
+
+def _of_event(event: Send | Pull | History | Read) -> tuple[Op, str | int]:
+    if isinstance(event, Send):
+        return Op.SEND_MESSAGE, event.client_message_id
+    if isinstance(event, Pull):
+        return Op.PULL_MAILBOX, event.after
+    if isinstance(event, History):
+        return Op.PULL_HISTORY, event.before
+    return Op.MARK_READ, event.wanted
+
+
+def _of_frame(frame: Frame) -> tuple[Op, str | int]:
+    body = bodies.decode_body(frame.opcode, frame.body)
+    match body:
+        case bodies.SendMessage():
+            return Op.SEND_MESSAGE, body.client_message_id.hex()
+        case bodies.PullMailbox():
+            return Op.PULL_MAILBOX, body.after_mailbox_seq
+        case bodies.PullHistory():
+            return Op.PULL_HISTORY, body.before_seq
+    assert isinstance(body, bodies.MarkRead)
+    return Op.MARK_READ, body.read_seq
 
 
 @pytest.fixture
@@ -109,6 +154,11 @@ def test_each_frame_has_its_event_before_it_leaves(desk: RecordingDesk) -> None:
     pages = [event for event in desk.events() if isinstance(event, Pull)]
     assert [(page.type, page.covered_through) for page in pages] == [("invoke", 0), ("ok", 7)]
     assert device.memory.cursor == 7
+    device.ask_history(PEER, before=3, limit=2)
+    device.mark_read(PEER, wanted=5)
+    device.pull()
+    assert [frame.opcode for frame in desk.take()] == [Op.PULL_HISTORY, Op.MARK_READ, Op.PULL_MAILBOX]
+    assert desk.invoked == len(sent) + 4, "what leaves was compared with its event"
 
 
 def test_the_window_bounds_what_is_on_its_way_and_grows_with_the_answers(desk: RecordingDesk) -> None:
@@ -176,3 +226,57 @@ def test_a_successor_owes_what_became_due_while_nobody_was_there(desk: Recording
     assert not desk.take(), "the tenth is due after nine milliseconds"
     device.tick(desk.order.began_ns + 9_000_000)
     assert desk.take()
+
+
+FINAL = [
+    (Unauthenticated.code, "Unauthenticated"),
+    (AuthRequired.code, "AuthRequired"),
+    (Replaced.code, "Replaced"),
+    (1999, "code 1999"),
+    (4999, "code 4999"),
+]
+PASSING = [Unavailable, ResourceExhausted, GoingAway, SlowConsumer]
+
+
+@pytest.mark.parametrize(("code", "name"), FINAL)
+def test_a_goodbye_for_ever_ends_the_device_with_its_name(desk: RecordingDesk, code: int, name: str) -> None:
+    device = _ready(desk)
+    goodbye = bodies.build_message(Op.GOAWAY, 0, bodies.GoAway(code, 0, "so it is"))
+    with pytest.raises(EndedForGood, match=rf"{DEVICE} for good: {name} \({code}\) so it is"):
+        device.receive(memoryview(goodbye))
+
+
+@pytest.mark.parametrize("error", PASSING)
+def test_after_any_other_goodbye_the_device_comes_again(
+    desk: RecordingDesk, error: type[ClientError]
+) -> None:
+    device = _ready(desk)
+    device.receive(memoryview(bodies.build_goaway(error())))
+    assert not device.is_ready
+    device.on_lost()
+    device.begin()
+    _log_in(desk, device)
+    assert device.is_ready
+
+
+@pytest.mark.parametrize(("code", "name"), FINAL)
+def test_a_log_in_refused_for_ever_ends_the_device_with_its_name(
+    desk: RecordingDesk, code: int, name: str
+) -> None:
+    device = DeviceClient(desk, desk.order.devices[0], Memory())
+    device.log_in()
+    with pytest.raises(EndedForGood, match=rf"{DEVICE} for good: {name} \({code}\)$"):
+        _answer(device, Op.ERROR, desk.take()[0], bodies.Error(code, 0, ""))
+
+
+@pytest.mark.parametrize("error", PASSING)
+def test_a_log_in_refused_for_now_is_tried_again(desk: RecordingDesk, error: type[ClientError]) -> None:
+    device = DeviceClient(desk, desk.order.devices[0], Memory())
+    device.log_in()
+    _answer(device, Op.ERROR, desk.take()[0], bodies.Error(error.code, 0, ""))
+    device.tick(time.monotonic_ns())
+    assert not desk.take()
+    device.on_lost()
+    device.begin()
+    _log_in(desk, device)
+    assert device.is_ready
