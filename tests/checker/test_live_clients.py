@@ -116,7 +116,8 @@ async def test_one_that_ended_by_itself_just_before_it_was_killed_ends_the_run(
         await victim.wait()
     else:
         eventually(lambda: _is_dead(victim.pid), what="it ended, and the loop has not heard of it")
-    with pytest.raises(AssertionError, match="ended with -15 before it was killed"):
+    # 255: the kill itself has collected the dead child, so that nobody else learns its code any more.
+    with pytest.raises(AssertionError, match=r"ended with (-15|255) before it was killed"):
         await clients.kill(1)
     assert len(clients.started) == CLIENT_PROCESSES
 
