@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from qim.clock import SystemClock
 from qim.errors import GoingAway, Replaced
 from qim.ids import MailboxSeq, Millis, SessionId, UserId
 from qim.wire import bodies
@@ -28,7 +29,7 @@ NAME = "client-0.0"
 
 
 def _process(folder: Path, recorder: Recorder, *, port: int = 1) -> ClientProcess:
-    key, certificate = make_certificate(datetime.now(UTC))
+    key, certificate = make_certificate(datetime.fromtimestamp(SystemClock().now_ms() / 1000, tz=UTC))
     (folder / "key.pem").write_bytes(key)
     (folder / "certificate.pem").write_bytes(certificate)
     device = DeviceOrder(ME, "token", DEVICE, [PEER], sends_per_second=0.0)
