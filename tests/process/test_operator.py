@@ -184,7 +184,9 @@ class Wrong:
             self._store.set(key, "not a mailbox")
 
     def mend(self) -> None:
-        self._store.delete(*self._keys)
+        for key in self._keys:
+            if self._store.type(key) == b"string":  # what was delivered since stays
+                self._store.delete(key)
 
     def close(self) -> None:
         self.mend()
