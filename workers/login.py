@@ -23,9 +23,9 @@ from typing import Final, Protocol
 from qim import limits
 from qim.clock import Clock
 from qim.domain.gateway import FailedLogins, GatewayLimits, token_end
-from qim.domain.presence import SESSION_TIME_BYTES
+from qim.domain.presence import SESSION_TIME_BYTES, session_id
 from qim.errors import ClientError, ResourceExhausted, Unauthenticated, Unavailable
-from qim.ids import MailboxSeq, SessionId, TenantId, UserId, WorkerId
+from qim.ids import ID_BYTES, MailboxSeq, Millis, SessionId, TenantId, UserId, WorkerId
 from qim.metrics import Metrics
 from qim.tokens import REFUSED, Identity, TokenVerifier
 from qim.wire.bodies import Auth, AuthAck, Ping, Pong, build_error, build_message, decode_body
@@ -88,7 +88,7 @@ class Logins:
         )
         if first:
             sock.tenant, sock.user, sock.device = identity.tenant, identity.user, auth.device_id
-            sock.session = self._new_session()
+            sock.session = self._new_session(auth.device_time)
             sock.owner = self._owners.owner_of_user(sock.tenant, sock.user)
         self._connections.look_again(sock)
         self._await_owner(sock, Waiting(Op.AUTH, frame.request_id))
@@ -126,10 +126,10 @@ class Logins:
             raise
         return auth, identity
 
-    def _new_session(self) -> SessionId:
+    def _new_session(self, device_time: Millis) -> SessionId:
         """Begins with the time: of two sessions of a device the later one is known by it."""
-        time = self._clock.now_ms().to_bytes(SESSION_TIME_BYTES, "big")
-        return SessionId(time + secrets.token_bytes(16 - SESSION_TIME_BYTES))
+        time = device_time or self._clock.now_ms()
+        return session_id(time, secrets.token_bytes(ID_BYTES - SESSION_TIME_BYTES))
 
     def _announce(self, sock: ClientSocket, *, repeated: bool) -> bool:
         who = (sock.tenant, sock.user, sock.device, sock.session)

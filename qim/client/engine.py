@@ -34,6 +34,7 @@ from qim.client.transport import ConnectionEnded, Transport
 from qim.client.work import Work
 from qim.clock import Clock
 from qim.errors import Unauthenticated
+from qim.ids import Millis
 from qim.limits import AUTH_TIMEOUT_MS
 from qim.wire.bodies import Auth, AuthAck, decode_body
 from qim.wire.frames import Frame
@@ -81,6 +82,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._reconnect = Reconnect()
         self._login_count = 0
+        self._login_time = Millis(0)
 
     # --- life
 
@@ -120,7 +122,9 @@ class Engine:
 
     def _auth_body(self) -> Auth:
         who = self._identity
-        return Auth(self._token.reveal(), self.work.device_id, who.client_name, who.client_version)
+        return Auth(
+            self._token.reveal(), self.work.device_id, who.client_name, who.client_version, self._login_time
+        )
 
     # --- connect, serve, reconnect
 
@@ -152,6 +156,7 @@ class Engine:
 
     async def _connect(self) -> list[Frame]:
         """A logged-in transport; returns the frames that came with AUTH_ACK."""
+        self._login_time = await self._next_login()
         transport = await Transport.connect(
             self._identity.endpoint,
             server_name=self._identity.server_name,
@@ -168,6 +173,12 @@ class Engine:
             raise
         self._on_login(transport, ack)
         return frames[1:]
+
+    async def _next_login(self) -> Millis:
+        try:
+            return await self.store.next_login()
+        except StoreUnavailable as error:
+            raise self._store_trouble(error) from error
 
     async def _first_frames(self, transport: Transport) -> list[Frame]:
         try:
@@ -222,12 +233,15 @@ class Engine:
         except StoreUnavailable as error:
             # What could not be stored must come again: the next login reads from the stored cursor.
             reason = str(error)
-            self.events.emit(StoreTrouble(reason))
-            raise ConnectionEnded(reason) from error
+            raise self._store_trouble(error) from error
         finally:
             self._ready.clear()
             self.work.on_disconnected(reason)
             await transport.close()
+
+    def _store_trouble(self, error: StoreUnavailable) -> ConnectionEnded:
+        self.events.emit(StoreTrouble(str(error)))
+        return ConnectionEnded(str(error))
 
     async def _wait(self, transport: Transport) -> None:
         """Until something arrived, the application asked for something, or a deadline passed."""

@@ -1,6 +1,6 @@
 """The local file: its tables, its schema steps, and what happens when it is damaged.
 
-    meta          device_id, ordinal (next free one), cursor
+    meta          device_id, ordinal (next free one), cursor, login (time of the last one)
     conversation  one row per known conversation, with read mark and target
     message       one row per (conversation_id, conversation_seq)
     pending       the outgoing messages without an acknowledgement; the failed ones too
@@ -178,7 +178,7 @@ def new_device_id() -> DeviceId:
 
 def _fill_meta(connection: sqlite3.Connection, rebuilt: Rebuilt | None) -> None:
     device_id = rebuilt.device_id if rebuilt and rebuilt.device_id else new_device_id()
-    fresh = {"device_id": device_id, "ordinal": first_ordinal(), "cursor": 0}
+    fresh = {"device_id": device_id, "ordinal": first_ordinal(), "cursor": 0, "login": 0}
     connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", fresh.items())
     if rebuilt:
         marks = ",".join("?" * len(PENDING_COLUMNS.split(",")))

@@ -106,6 +106,12 @@ class StoreSteps:
         self._set_meta("ordinal", first + count)
         return first
 
+    def next_login(self, now_ms: Millis) -> Millis:
+        """Above every one before, whatever became of the clock since."""
+        time = Millis(max(now_ms, int(self._meta("login")) + 1))
+        self._set_meta("login", time)
+        return time
+
     def renew_identity(self, is_device_bound: bool) -> DeviceId:
         self._set_meta("ordinal", schema.first_ordinal())
         if not is_device_bound:

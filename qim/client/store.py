@@ -178,6 +178,11 @@ class Store:
     async def gaps(self, target: Target) -> list[Gap]:
         return await self._step(lambda steps: steps.gaps(target))
 
+    async def next_login(self) -> Millis:
+        """The time that the next AUTH tells."""
+        now_ms = self._clock.now_ms()
+        return await self._step(lambda steps: steps.next_login(now_ms))
+
     async def renew_identity(self, *, is_device_bound: bool) -> DeviceId:
         """Another copy of this file used our ordinals: a new counter, and a new device where that is free."""
 

@@ -7,9 +7,10 @@ a message: gateways announce their sessions again, and until then a user simply 
     - at most one session per device; a log-in replaces the session of its device, whatever it was
     - a *repeated* announcement (ping, link back) never displaces a log-in that this table has seen. Of two
       repeated ones, after the table was lost, the later stays: session ids begin with the time of log-in
-    - a client is told for good that it was replaced only where arrival and time agree: gateways have clocks
-      of their own, and two links, or a gateway that stood still, may change the order of two log-ins. Who
-      was ended on less comes again; with two living clients of one device that may end the other one
+    - a client is told for good that it was replaced only where arrival and time agree: two links, or a
+      gateway that stood still over an AUTH, may change the order of two log-ins. The time is the device's,
+      which knows the order of its own log-ins; that of a gateway where the device told none. Who was ended
+      on less comes again; with two living clients of one device that may end the other one
     - a withdrawal names its session, so the late end of an old socket cannot remove the new one
     - `newest` is 0 (not known) or exactly the user's newest entry at or below W: the store's answer at the
       first log-in, from then on what `advance` was told. It is forgotten together with the last session
@@ -24,11 +25,16 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from qim import limits
-from qim.ids import DeviceId, MailboxSeq, SessionId, TenantId, UserId, WorkerId
+from qim.ids import DeviceId, MailboxSeq, Millis, SessionId, TenantId, UserId, WorkerId
 
 UNKNOWN = MailboxSeq(0)
 SESSION_TIME_BYTES: Final = 6
-"""A session id begins with the milliseconds of its log-in, by the clock of its gateway, big-endian."""
+"""A session id begins with the milliseconds of its log-in, big-endian, by the clock of its device."""
+
+
+def session_id(log_in: Millis, chance: bytes) -> SessionId:
+    """`chance` tells apart what logged in within one millisecond; 10 bytes."""
+    return SessionId(log_in.to_bytes(SESSION_TIME_BYTES, "big") + chance)
 
 
 class Session(NamedTuple):
@@ -199,7 +205,7 @@ def _note(user: _User, device: DeviceId, *, again: bool) -> None:
 
 def _is_surely_later(arrived: Session, before: Session) -> bool:
     """Whether time agrees with the order of arrival. Equal times contradict nothing."""
-    return arrived.worker == before.worker or _login_ms(arrived) >= _login_ms(before)
+    return _login_ms(arrived) >= _login_ms(before)
 
 
 def _login_ms(session: Session) -> int:

@@ -81,6 +81,8 @@ class Auth(Struct, array_like=True, frozen=True, gc=False):
     device_id: WireDeviceId
     client_name: str = ""
     client_version: str = ""
+    device_time: Annotated[Millis, Meta(ge=0, lt=1 << 48)] = Millis(0)
+    """By the clock of the device, and above that of every earlier log-in of it; 0: not told."""
 
     def __repr__(self) -> str:
         """Without the token: a body that is printed by accident gives nothing away."""

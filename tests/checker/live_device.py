@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 
 from qim.client.errors import error_name
+from qim.clock import SystemClock
 from qim.ids import MailboxSeq, Seq
 from qim.limits import PAGE_ENTRIES_MAX
 from qim.records import Kind, MessageType, entry_coordinates
@@ -123,7 +124,8 @@ class DeviceClient:
     # --- what goes out ---
 
     def log_in(self) -> None:
-        auth = bodies.Auth(self.device.token, bytes.fromhex(self.device.device), "prover")  # type: ignore[arg-type]  # an id of the history
+        time_ms = SystemClock().now_ms()  # all processes of a run share the clock of the host
+        auth = bodies.Auth(self.device.token, bytes.fromhex(self.device.device), "prover", "", time_ms)  # type: ignore[arg-type]  # ids of the history
         self._log_in_id, frame = self.wire.request(Op.AUTH, auth)
         self.desk.put(self, frame)
 

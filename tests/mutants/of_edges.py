@@ -5,6 +5,7 @@ from typing import Final
 from tests.mutants.model import Change, Mutant
 
 _WIRE: Final = "tests/property/test_wire.py::"
+_LIFE: Final = "tests/unit/client/test_connection_life.py::"
 _PRESENCE: Final = "tests/unit/test_presence_rules.py::"
 _DEFENCES: Final = "tests/unit/workers/test_gateway_defences.py::"
 _VECTORS: Final = "tests/wire/test_vectors.py::"
@@ -305,8 +306,34 @@ OF_EDGES: Final = (
         (
             Change(
                 "qim/domain/presence.py",
-                "    return arrived.worker == before.worker or _login_ms(arrived) >= _login_ms(before)\n",
+                "    return _login_ms(arrived) >= _login_ms(before)\n",
                 "    return True\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "sessions-dated-by-their-gateway",
+        "An AUTH that lay unread counts as later than the living session, which is ended for good.",
+        ("O13",),
+        ("tests/unit/workers/test_gateway.py::test_a_session_is_dated_by_its_device_or_else_by_its_gateway",),
+        (
+            Change(
+                "workers/login.py",
+                "        time = device_time or self._clock.now_ms()\n",
+                "        time = self._clock.now_ms()\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "log-in-times-follow-the-clock",
+        "A device whose clock was set back tells its next log-in an earlier time than its last.",
+        ("O13",),
+        (f"{_LIFE}test_every_log_in_of_a_device_tells_a_later_time_than_the_one_before",),
+        (
+            Change(
+                "qim/client/steps.py",
+                'max(now_ms, int(self._meta("login")) + 1)',
+                "now_ms",
             ),
         ),
     ),

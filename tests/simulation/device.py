@@ -41,7 +41,8 @@ def open_database(device: DeviceId, *, ordinal: int) -> sqlite3.Connection:
     """An empty one, with the identity that chance would have given it."""
     connection = _SPARE.pop() if _SPARE else _make_database()
     connection.executemany(
-        "INSERT INTO meta VALUES (?, ?)", [("device_id", device), ("ordinal", ordinal), ("cursor", 0)]
+        "INSERT INTO meta VALUES (?, ?)",
+        [("device_id", device), ("ordinal", ordinal), ("cursor", 0), ("login", 0)],
     )
     return connection
 

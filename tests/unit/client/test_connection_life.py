@@ -37,6 +37,21 @@ async def test_a_ping_goes_out_every_25_seconds_and_its_answer_finds_a_lost_push
     await happens(lambda: reader.texts() == ["quiet"], what="the message that no push brought")
 
 
+@pytest.mark.shows("O13")
+async def test_every_log_in_of_a_device_tells_a_later_time_than_the_one_before(
+    server: FakeServer, enter: Enter
+) -> None:
+    """A clock that stands still, then one that was set back before another process opened the store."""
+    clock = ManualClock()
+    _, reader = await enter(clock=clock)
+    server.goaway(GoingAway("again"))
+    await happens(lambda: reader.of(Reconnected), what="the second log-in")
+    clock.step_wall(milliseconds=-60_000)
+    await enter(clock=clock)
+    first = clock.now_ms() + 60_000
+    assert [auth.device_time for auth in server.received(Op.AUTH)] == [first, first + 1, first + 2]
+
+
 async def test_a_server_that_wants_pings_more_often_gets_them(server: FakeServer, enter: Enter) -> None:
     clock = ManualClock()
     server.heartbeat_ms = 5_000

@@ -60,6 +60,27 @@ async def test_a_log_in_is_announced_and_then_acknowledged() -> None:
         assert not announce.pinging
 
 
+@pytest.mark.shows("O13")
+@pytest.mark.parametrize("told", [0, 5, 2**48 - 1])
+async def test_a_session_is_dated_by_its_device_or_else_by_its_gateway(told: int) -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        auth = Auth(token(rig.clock), PHONE, device_time=Millis(told))
+        client.send(build_message(Op.AUTH, 1, auth))
+        acknowledged = await client.body(Op.AUTH_ACK)
+        assert int.from_bytes(acknowledged.session_id[:6], "big") == (told or rig.clock.now_ms())
+
+
+async def test_a_device_time_that_no_session_can_carry_is_refused() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.connect()
+        auth = Auth(token(rig.clock), PHONE, device_time=Millis(2**48))
+        client.send(build_message(Op.AUTH, 1, auth))
+        (answer,) = await client.rest()
+        assert decode_body(Op.ERROR, answer.body).code == errors.InvalidArgument.code
+        assert not rig.router.announced
+
+
 async def test_nothing_is_acknowledged_before_the_owner_has_registered_the_session() -> None:
     async with GatewayRig() as rig:
         rig.router.answers = False
