@@ -17,12 +17,13 @@ everything else, in particular about the same id with other content.
 (DEADLINE_EXCEEDED), the message leaves `in_flight`, and what is RECORDED is finished by the recoverer
 (`workers/recoverer.py`), which puts it on the same path. One step leaves nothing RECORDED: a repeat finds all
 of it done, or nothing. A store that contradicts itself stops the slot for sends; an Outbox partition that
-does so stops all sends of this worker, until the recoverer's next append to it succeeds (`workers/stops.py`).
+does so stops all sends to this core instance, until an append to it succeeds or may be tried again
+(`workers/stops.py`).
 Reads go on in both cases. Bounded by the passes in flight, which are bounded themselves.
 """
 
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from structlog import get_logger
 
@@ -36,7 +37,6 @@ from qim.errors import (
     StoreBroken,
     StoreRefused,
     StoreUnknown,
-    Unavailable,
 )
 from qim.ids import Offset, SlotId
 from qim.limits import REQUEST_DEADLINE_MS
@@ -52,10 +52,10 @@ from qim.ports import (
     ReserveResult,
 )
 from qim.records import MessageType, build_outbox_record, decode_record, fill_outbox_frame, message_id_of
-from qim.wire.bodies import SendAck, build_error, build_message
+from qim.wire.bodies import SendAck, build_message
 from qim.wire.layout import Op
 from workers.failpoints import Failpoints
-from workers.request import Request
+from workers.request import NOTHING_WRITTEN, OnFatal, Request, reply_error
 from workers.sending import Marking, Reserving, Sending, build_reservation, cut_runs
 from workers.stops import Stops
 
@@ -65,17 +65,6 @@ _REFUSALS: Final = {Reserved(word): error for word, error in rules.REFUSALS.item
 _SEND_ACK: Final = int(Op.SEND_ACK)
 _CONTROL: Final = int(MessageType.CONTROL)
 UNKNOWN: Final = DeadlineExceeded("the outcome is not known yet", retry_after_ms=rules.RETRY_AFTER_MS)
-NOTHING_WRITTEN: Final = Unavailable("the store is away", retry_after_ms=rules.RETRY_AFTER_MS)
-
-
-class OnFatal(Protocol):
-    """Told once that a slot must not be served by this process any more."""
-
-    def __call__(self, slot: SlotId) -> None: ...
-
-
-def reply_error(request: Request, error: ClientError) -> None:
-    request.origin.reply(request, build_error(request.request_id, error))
 
 
 class Commits:

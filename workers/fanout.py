@@ -58,11 +58,11 @@ from qim.limits import (
 )
 from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, LogReader, LogRecord
-from workers.commits import OnFatal
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.missed import Missed
 from workers.opening import until_answered
+from workers.request import OnFatal
 
 log = get_logger()
 

@@ -5,7 +5,8 @@
 
 So a session is registered before its client pulls, and nothing falls between. PING takes the same way,
 therefore PONG carries the true newest mailbox sequence. The owner answers announcements of one connection in
-order, so what waits is a list on the connection, and an answer belongs to the first of it.
+order, so what waits is a list on the connection, and an answer belongs to the first of it; also that of an
+announcement after the owner was away, which no client has asked for.
 
 A later AUTH renews the token of the same user on the same device; a connection that was somebody stays so
 until its own token ends. Every refused token is told the same, and is counted against its address.
@@ -23,7 +24,7 @@ from typing import Final, Protocol
 from qim import limits
 from qim.clock import Clock
 from qim.domain.gateway import FailedLogins, GatewayLimits, token_end
-from qim.domain.presence import SESSION_TIME_BYTES, session_id
+from qim.domain.presence import SESSION_TIME_BYTES, build_session_id
 from qim.errors import ClientError, ResourceExhausted, Unauthenticated, Unavailable
 from qim.ids import ID_BYTES, MailboxSeq, Millis, SessionId, TenantId, UserId, WorkerId
 from qim.metrics import Metrics
@@ -37,6 +38,8 @@ from workers.client_socket import ClientSocket, Waiting
 from workers.connections import Connections
 
 _READY: Final = State.READY
+_NOBODY: Final = 0
+"""Waits in the place of an opcode where the owner's answer is for no client."""
 
 
 class Owners(Protocol):
@@ -129,7 +132,7 @@ class Logins:
     def _new_session(self, device_time: Millis) -> SessionId:
         """Begins with the time: of two sessions of a device the later one is known by it."""
         time = device_time or self._clock.now_ms()
-        return session_id(time, secrets.token_bytes(ID_BYTES - SESSION_TIME_BYTES))
+        return build_session_id(time, secrets.token_bytes(ID_BYTES - SESSION_TIME_BYTES))
 
     def _announce(self, sock: ClientSocket, *, repeated: bool) -> bool:
         who = (sock.tenant, sock.user, sock.device, sock.session)
@@ -146,6 +149,8 @@ class Logins:
         waiting = sock.waiting.pop(0)
         if not sock.waiting:
             sock.waiting = None
+        if waiting.opcode == _NOBODY:
+            return
         if waiting.opcode == Op.PING:
             pong = Pong(self._clock.now_ms(), newest)
             self._connections.answer(sock, build_message(Op.PONG, waiting.request_id, pong))
@@ -169,7 +174,7 @@ class Logins:
     def _fail_waiting(self, sock: ClientSocket) -> None:
         """The owner cannot be reached: pings are still answered, a log-in has to come again."""
         while sock.waiting:
-            if sock.waiting[0].opcode == Op.PING or sock.wire.state is _READY:
+            if sock.waiting[0].opcode in {Op.PING, _NOBODY} or sock.wire.state is _READY:
                 self._answer_waiting(sock, MailboxSeq(0))
                 continue
             request_id = sock.waiting.pop(0).request_id
@@ -204,4 +209,6 @@ class Logins:
         """The owner is back and knows nothing, or not all: tell it every session again."""
         for sock in self._connections.table:
             if sock.owner == owner and sock.wire.state is _READY:
-                self._announce(sock, repeated=True)
+                self._await_owner(sock, Waiting(_NOBODY, 0))
+                if not self._announce(sock, repeated=True):
+                    self._fail_waiting(sock)

@@ -29,12 +29,11 @@ from qim.ids import MailboxSeq, Millis, Offset, SlotId, TenantId
 from qim.metrics import Metrics
 from qim.ports import CommitLog, LogRecord, MailboxStore, MailboxWrite, Materialised
 from qim.records import HEADER_BYTES, build_dispatch_record, parse_dispatch_record
-from workers.commits import NOTHING_WRITTEN, OnFatal, reply_error
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.opening import until_answered
 from workers.pulls import Pulls
-from workers.request import Request
+from workers.request import NOTHING_WRITTEN, OnFatal, Request, reply_error
 from workers.serial import LANES, Serial
 from workers.shard_state import PresenceView, Pusher, Shard, StoppedShard, build_delivery
 from workers.shards import Shards

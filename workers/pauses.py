@@ -29,8 +29,8 @@ from qim.ids import DispatchId, Offset, SlotId
 from qim.limits import MAILBOX_QUEUE_RECORDS_MAX
 from qim.metrics import Metrics
 from qim.ports import LogReader, MailboxStore, MailboxWrite, Materialised
-from workers.commits import OnFatal
 from workers.inbox import Inbox
+from workers.request import OnFatal
 from workers.shard_state import Delivery, Shard, StoppedShard
 
 log = get_logger()
@@ -141,6 +141,8 @@ class Pauses:
             log.error("slot_stopped", role="mailbox", slot=shard.slot, offset=offset, reason=reason)
         shard.held = True
         shard.queue.clear()
+        # A back-off that is waited for ends with it: the shard must not go on by itself.
+        self._waiting.discard(shard.slot)
         self._pause(shard.slot)
 
     def _stop_at(self, shard: Shard, write: MailboxWrite, reason: str) -> None:

@@ -26,7 +26,7 @@ from workers.inbox import Inbox
 
 _FULL: Final = ResourceExhausted("too many sessions", retry_after_ms=limits.LINK_RETRY_MS_MAX)
 _REPLACED: Final = Replaced("a later log-in of this device took over")
-_COME_AGAIN: Final = GoingAway("another connection of this device", retry_after_ms=limits.LINK_RETRY_MS_MIN)
+_COME_AGAIN: Final = GoingAway("another connection of this device")
 
 
 class PresenceAnswers(Protocol):

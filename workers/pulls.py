@@ -24,9 +24,8 @@ from qim.metrics import Metrics
 from qim.ports import MailboxPage, MailboxPageQuery, MailboxStore
 from qim.wire.bodies import PullMailbox, build_mailbox_batch, clamp_page, decode_body
 from qim.wire.layout import Op
-from workers.commits import NOTHING_WRITTEN, reply_error
 from workers.inbox import Inbox
-from workers.request import Request
+from workers.request import NOTHING_WRITTEN, Request, reply_error
 
 _PULL: Final = int(Op.PULL_MAILBOX)
 _BYTES_WAITING_MAX: Final = PULLS_WAITING_MAX * 256

@@ -1,13 +1,12 @@
 """Tells the sessions that are online of entries in their mailboxes.
 
 A push starts only after the store has said that W has passed its record, and it may be lost: it names the
-entry before it, so a device that misses one sees the gap and pulls. Nothing waits for it and it delays
-nothing.
+entry before it, so a device that misses one sees the gap and pulls. Nobody waits for it.
 
 Only what stands where it says is told. A repeat has moved W and left no entry: it is neither told nor
 counted. Where the answer of the store leaves open whether an entry stands (PASSED), the mailbox is looked
-into first; where the store does not say, nobody is told, and the next push names a place that the device does
-not know, so that it pulls.
+into first, the one read that is waited for here; where the store does not say, nobody is told, and the next
+push names a place that the device does not know, so that it pulls.
 
 State: none. The newest entry of a user is the presence's; the entries themselves are the store's.
 

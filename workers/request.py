@@ -6,9 +6,20 @@ the origin (gateway or link) writes it. The pair (handle, generation) names the 
 gateway's worker; a handle is reused, a generation is not, so a late answer never reaches a stranger.
 """
 
-from typing import Protocol
+from typing import Final, Protocol
 
-from qim.ids import DeviceId, SessionId, TenantId, UserId
+from qim.domain.writer import RETRY_AFTER_MS
+from qim.errors import ClientError, Unavailable
+from qim.ids import DeviceId, SessionId, SlotId, TenantId, UserId
+from qim.wire.bodies import build_error
+
+NOTHING_WRITTEN: Final = Unavailable("the store is away", retry_after_ms=RETRY_AFTER_MS)
+
+
+class OnFatal(Protocol):
+    """Told once that a slot must not be served by this process any more."""
+
+    def __call__(self, slot: SlotId) -> None: ...
 
 
 class Origin(Protocol):
@@ -55,3 +66,7 @@ class Request:
         self.body = body
         self.arrived = arrived
         """Monotonic seconds, read once per pass."""
+
+
+def reply_error(request: Request, error: ClientError) -> None:
+    request.origin.reply(request, build_error(request.request_id, error))

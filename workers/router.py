@@ -176,7 +176,7 @@ class Router:
     def announce(self, owner: WorkerId, announce: Announce) -> bool:
         """False: the owner cannot be reached, there will be no answer."""
         if owner == self._worker:
-            self._presence.announce(Session(owner, *announce[:6]), repeated=announce.pinging)
+            self._presence.announce(Session(owner, *announce[:6]), repeated=announce.repeated)
             return True
         stream = self._stream(owner)
         if stream is None:
@@ -242,7 +242,7 @@ class Router:
                 self._gateway.deliver(message.targets, message.entry)
             case Announce():
                 assert stream.peer is not None
-                self._presence.announce(Session(stream.peer, *message[:6]), repeated=message.pinging)
+                self._presence.announce(Session(stream.peer, *message[:6]), repeated=message.repeated)
             case Announced():
                 self._gateway.logins.announced(*message)
             case Withdraw():

@@ -34,11 +34,11 @@ from qim.limits import (
 )
 from qim.metrics import Metrics
 from qim.ports import CommitLog, LogReader, LogRecord, MailboxStore, Materialised, ShardState
-from workers.commits import OnFatal
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.pauses import Pauses
 from workers.pushes import Pushes
+from workers.request import OnFatal
 from workers.shard_state import Delivery, PresenceView, Pusher, Shard, StoppedShard, build_delivery
 
 log = get_logger()

@@ -1,8 +1,8 @@
 """What of one core instance does not go on by itself: stopped slots, the home partition, single messages.
 
     slots           their store contradicted itself; sends to them are refused until an operator's `retry`
-    outbox_broken   the home partition takes nothing; no send of this worker is accepted until an append to
-                    it succeeds, or has been due for so long that the next send may as well try it
+    outbox_broken   the home partition takes nothing; no send to this core instance is accepted until an
+                    append succeeds, or has been due for so long that the next send may as well try it
     unfinishable    RECORDED messages whose stored record cannot be used; the recoverer passes them over
 
 Each stands as narrow as the fault: other slots go on, and so do all reads. Nothing here is durable. A worker

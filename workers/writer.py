@@ -77,12 +77,12 @@ from qim.wire.bodies import (
     decode_send,
 )
 from qim.wire.layout import Op
-from workers.commits import NOTHING_WRITTEN, Commits, OnFatal, reply_error
+from workers.commits import Commits
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.inbox import Inbox
 from workers.recoverer import Recoverer
-from workers.request import Request
+from workers.request import NOTHING_WRITTEN, OnFatal, Request, reply_error
 
 log = get_logger()
 

@@ -156,7 +156,6 @@ class Engine:
 
     async def _connect(self) -> list[Frame]:
         """A logged-in transport; returns the frames that came with AUTH_ACK."""
-        self._login_time = await self._next_login()
         transport = await Transport.connect(
             self._identity.endpoint,
             server_name=self._identity.server_name,
@@ -165,6 +164,7 @@ class Engine:
             wake=self._wake,
         )
         try:
+            self._login_time = await self._next_login()
             transport.request(Op.AUTH, self._auth_body())
             frames = await self._first_frames(transport)
             ack = self._read_login(frames[0])

@@ -80,6 +80,8 @@ class Rebuilt(NamedTuple):
     rows: list[tuple[Any, ...]]
     complete: bool
     device_id: DeviceId | None
+    login: int
+    """The time of the last log-in; 0 where it could not be read."""
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -178,7 +180,8 @@ def new_device_id() -> DeviceId:
 
 def _fill_meta(connection: sqlite3.Connection, rebuilt: Rebuilt | None) -> None:
     device_id = rebuilt.device_id if rebuilt and rebuilt.device_id else new_device_id()
-    fresh = {"device_id": device_id, "ordinal": first_ordinal(), "cursor": 0, "login": 0}
+    fresh = {"device_id": device_id, "ordinal": first_ordinal(), "cursor": 0}
+    fresh["login"] = rebuilt.login if rebuilt else 0
     connection.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", fresh.items())
     if rebuilt:
         marks = ",".join("?" * len(PENDING_COLUMNS.split(",")))
@@ -273,6 +276,7 @@ def _read_unsent(path: Path, aside: Path) -> Rebuilt:
     rows: dict[int, tuple[Any, ...]] = {}
     complete = True
     device_id: DeviceId | None = None
+    login = 0
     with closing(sqlite3.connect(path)) as connection:
         # With this, SQLite also reads a file that is shorter than its header says; nothing is written.
         connection.execute("PRAGMA writable_schema=ON")
@@ -287,4 +291,7 @@ def _read_unsent(path: Path, aside: Path) -> Rebuilt:
         with suppress(sqlite3.Error):
             found = connection.execute("SELECT value FROM meta WHERE key = 'device_id'").fetchone()
             device_id = DeviceId(bytes(found[0])) if found and len(found[0]) == ID_BYTES else None
-    return Rebuilt(aside, [row for _, row in sorted(rows.items())], complete, device_id)
+        with suppress(sqlite3.Error):
+            found = connection.execute("SELECT value FROM meta WHERE key = 'login'").fetchone()
+            login = found[0] if found and isinstance(found[0], int) else 0
+    return Rebuilt(aside, [row for _, row in sorted(rows.items())], complete, device_id, login)

@@ -107,7 +107,7 @@ class StoreSteps:
         return first
 
     def next_login(self, now_ms: Millis) -> Millis:
-        """Above every one before, whatever became of the clock since."""
+        """Above every one that this store gave before, whatever became of the clock since."""
         time = Millis(max(now_ms, int(self._meta("login")) + 1))
         self._set_meta("login", time)
         return time

@@ -25,15 +25,17 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from qim import limits
-from qim.ids import DeviceId, MailboxSeq, Millis, SessionId, TenantId, UserId, WorkerId
+from qim.ids import ID_BYTES, DeviceId, MailboxSeq, Millis, SessionId, TenantId, UserId, WorkerId
 
 UNKNOWN = MailboxSeq(0)
 SESSION_TIME_BYTES: Final = 6
-"""A session id begins with the milliseconds of its log-in, big-endian, by the clock of its device."""
+"""A session id begins with the milliseconds of its log-in, big-endian, by the clock of its device
+if that told one, else by that of its gateway."""
 
 
-def session_id(log_in: Millis, chance: bytes) -> SessionId:
+def build_session_id(log_in: Millis, chance: bytes) -> SessionId:
     """`chance` tells apart what logged in within one millisecond; 10 bytes."""
+    assert len(chance) == ID_BYTES - SESSION_TIME_BYTES
     return SessionId(log_in.to_bytes(SESSION_TIME_BYTES, "big") + chance)
 
 

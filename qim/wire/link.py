@@ -8,7 +8,7 @@ All numbers are big-endian. The frame header is the client protocol's; only the 
     REPLY      handle u32 ‖ generation u32 ‖ one client frame, ready to write
     PUSH       count u16 ‖ count × (handle u32 ‖ generation u32 ‖ previous u64 ‖ mailbox_seq u64 ‖ echo u8)
                ‖ Entry, once
-    ANNOUNCE   handle u32 ‖ generation u32 ‖ tenant u32 ‖ user 16 ‖ device 16 ‖ session 16 ‖ pinging u8
+    ANNOUNCE   handle u32 ‖ generation u32 ‖ tenant u32 ‖ user 16 ‖ device 16 ‖ session 16 ‖ repeated u8
     ANNOUNCED  handle u32 ‖ generation u32 ‖ newest mailbox_seq u64
     WITHDRAW   tenant u32 ‖ user 16 ‖ session 16
     CLOSE      handle u32 ‖ generation u32 ‖ code u16
@@ -91,7 +91,7 @@ class Announce(NamedTuple):
     user: UserId
     device: DeviceId
     session: SessionId
-    pinging: bool
+    repeated: bool
     """A ping, or an announcement after the link came back; false for a log-in only."""
 
 
@@ -207,8 +207,8 @@ def parse_push(frame: Frame) -> Push:
 
 
 def parse_announce(frame: Frame) -> Announce:
-    *fields, pinging = _ANNOUNCE.unpack(frame.body)
-    return Announce._make((*fields, pinging != 0))
+    *fields, repeated = _ANNOUNCE.unpack(frame.body)
+    return Announce._make((*fields, repeated != 0))
 
 
 def parse_announced(frame: Frame) -> Announced:

@@ -9,7 +9,8 @@ dumped, and the checker judges it all. `--rate` is what is offered: messages are
 that an outage held back follow it. A run in which too few of them were accepted does not pass.
 
 Everything stands in the run folder; `python -m tests.checker FOLDER` judges it again. A clean run removes its
-folder unless it was named. Exit 0: clean, load carried, and faults struck; 1: not; 2: wrong arguments.
+folder unless it was named. Exit 0: clean, load carried, and in a run of more than three times `--kill-every`
+a fault struck; 1: not; 2: wrong arguments.
 """
 
 import asyncio
@@ -166,11 +167,12 @@ async def _load(
             await striking
         await pause(asyncio.Event(), 1.0)  # somebody must be acknowledged after the last healing
         after = await asyncio.to_thread(measure, server, clients.pids)
-        spent = (await asyncio.to_thread(processor_seconds, server)).since(spent)
         await clients.finish()
+        spent = (await asyncio.to_thread(processor_seconds, server)).since(spent)
+        children = _children_seconds() - children
         stop_samples.set()
         await sampling
-    return Loaded(before, course, after, faults.repairs, _children_seconds() - children, spent)
+    return Loaded(before, course, after, faults.repairs, children, spent)
 
 
 async def _watch(

@@ -6,7 +6,8 @@ frames that follow from a tick or from the reads of one pass of the loop are gat
 written to the history in one call, then each socket gets its frames in one write. Nothing leaves that is not
 in the history.
 
-On SIGTERM nothing new is sent; the process waits until each message has its answer, and ends. With `is_final`
+On SIGTERM nothing new is sent; the process waits until each message has its answer, and ends. Where one has
+none after `SETTLE_SECONDS_MAX`, it ends with an error that says how many. With `is_final`
 it drains each device to an empty page and reads its histories and marks instead, exact; a server that refuses
 any of it ends it with an error. So does whatever a server of this protocol may not send, and, in every
 process, a code that forbids a device to come back.
@@ -41,12 +42,17 @@ DRAINS_AT_ONCE: Final = 4
 GC_THRESHOLDS: Final = (50_000, 20, 20)
 
 
+class Unanswered(Exception):
+    """The server is there, and messages stay without an answer."""
+
+
 class ClientProcess:
     """The desk of its devices: it owns the sockets, the clock of the ticks and the history."""
 
     def __init__(self, order: ClientOrder, recorder: Recorder) -> None:
         self.order, self.recorder = order, recorder
         self.is_stopping = False
+        self.settle_seconds_max = SETTLE_SECONDS_MAX
         memories = recall(order)
         self.devices = [DeviceClient(self, *both) for both in zip(order.devices, memories, strict=True)]
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,22 +116,30 @@ class ClientProcess:
     # --- the load ---
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until every message has its answer after `stop`, or that takes too long."""
+        """Until every message has its answer after `stop`; raises where that takes too long."""
         tasks = [asyncio.create_task(self._keep_connected(device)) for device in self.devices]
         self._tick()
-        await self._unless_failed(stop.wait())
-        self.is_stopping = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_SECONDS_MAX):
+        try:
+            await self._unless_failed(stop.wait())
+            self.is_stopping = True
+            async with asyncio.timeout(self.settle_seconds_max):
                 await self._unless_failed(self._settled())
-        for task in tasks:
-            task.cancel()
-        self.recorder.flush()
+        except TimeoutError as error:
+            left = sum(len(device.memory.unanswered) for device in self.devices)
+            raise Unanswered(
+                f"{left} messages have no answer after {self.settle_seconds_max:.0f} s"
+            ) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.recorder.flush()
 
     async def _unless_failed(self, waiting: Any) -> None:
         task = asyncio.ensure_future(waiting)
-        await asyncio.wait({task, self.failed}, return_when=asyncio.FIRST_COMPLETED)
-        task.cancel()
+        try:
+            await asyncio.wait({task, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
         if self.failed.done():
             await self.failed
 
@@ -134,10 +148,13 @@ class ClientProcess:
             await _pause(RETRY_SECONDS)
 
     async def _keep_connected(self, device: DeviceClient) -> None:
-        while True:
-            with contextlib.suppress(OSError, TimeoutError):
-                await (await self.connect(device)).lost
-            await _pause(RETRY_SECONDS)
+        try:
+            while True:
+                with contextlib.suppress(OSError, TimeoutError):
+                    await (await self.connect(device)).lost
+                await _pause(RETRY_SECONDS)
+        except Exception as error:  # noqa: BLE001 - a device that is gone in silence would carry no load
+            self.fail(error)
 
     def _tick(self) -> None:
         try:

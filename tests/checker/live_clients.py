@@ -31,8 +31,6 @@ READERS_MAX: Final = 16
 LOOKS_PER_SECOND: Final = 200.0
 """Turns of all users together after which they may read something; with a higher rate it is not more."""
 CLIENT_PROCESSES: Final = 3
-PEERS: Final = 3
-"""Each user writes to the users beside it."""
 DRAIN_SECONDS_MAX: Final = 1_800.0
 END_SECONDS_MAX: Final = SETTLE_SECONDS_MAX + 20.0
 """A process that has waited for its answers in vain still ends by itself, and says so."""
@@ -70,7 +68,8 @@ class Clients:
         ]
         chance = random.Random(plan.seed)
         for place, user in enumerate(users):
-            peers = [users[(place + step) % count].user.hex() for step in (1, count - 1, count // 2)[:PEERS]]
+            # To both neighbours and across: conversations with one writer, with two, and with strangers.
+            peers = [users[(place + step) % count].user.hex() for step in (1, count - 1, count // 2)]
             for number in range(2 if place < READERS_MAX else 1):  # the second device only reads
                 order = DeviceOrder(
                     user.user.hex(), user.token, chance.randbytes(16).hex(), peers,

@@ -81,8 +81,8 @@ class Faults:
         status = self._server.status()
         if not status or not status.get("ready"):
             return False
-        if replaced == "store":
-            return self._server.store_pid() != victim
+        if replaced == "store" and self._server.store_pid() == victim:
+            return False
         running = {row["pid"] for row in status["workers"] if row["pid"] and psutil.pid_exists(row["pid"])}
         return len(running) == self._plan.workers and (replaced != "worker" or victim not in running)
 

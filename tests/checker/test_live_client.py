@@ -17,7 +17,7 @@ from qim.wire import bodies
 from qim.wire.frames import FrameSplitter
 from qim.wire.layout import Op
 from tests.checker.history import FileHistory, Pull, Recorder
-from tests.checker.live_client import ClientProcess
+from tests.checker.live_client import ClientProcess, Unanswered
 from tests.checker.live_device import EndedForGood
 from tests.checker.live_memory import ClientOrder, DeviceOrder
 from tests.waiting import happens
@@ -108,3 +108,22 @@ async def test_a_process_that_is_told_to_come_back_does(tmp_path: Path) -> None:
             await happens(lambda: len(came) >= 2, what="came again")
             stop.set()
             await asyncio.wait_for(running, 10.0)
+
+
+async def test_a_process_whose_messages_stay_without_an_answer_says_so(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    stop.set()
+    with Recorder(tmp_path / f"{NAME}.jsonl") as recorder:
+        process = _process(tmp_path, recorder)
+        process.settle_seconds_max = 0.1
+        process.devices[0].memory.on_made("0c" * 16, PEER)
+        with pytest.raises(Unanswered, match="1 messages have no answer after 0 s"):
+            await asyncio.wait_for(process.run(stop), 10.0)
+
+
+async def test_a_device_that_is_lost_to_a_mistake_of_ours_ends_the_process(tmp_path: Path) -> None:
+    with Recorder(tmp_path / f"{NAME}.jsonl") as recorder:
+        process = _process(tmp_path, recorder)
+        process.devices[0].begin = None  # type: ignore[assignment,method-assign]  # whatever raises
+        with pytest.raises(TypeError):
+            await asyncio.wait_for(process.run(asyncio.Event()), 10.0)

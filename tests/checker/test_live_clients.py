@@ -17,8 +17,7 @@ from qim.ids import UserId
 from tests.checker import live_faults
 from tests.checker.history import Recorder
 from tests.checker.live import _load
-from tests.checker.live_client import SETTLE_SECONDS_MAX
-from tests.checker.live_clients import CLIENT_PROCESSES, END_SECONDS_MAX, Clients, Plan
+from tests.checker.live_clients import CLIENT_PROCESSES, Clients, Plan
 from tests.checker.live_faults import Faults
 from tests.checker.live_memory import ClientOrder
 from tests.checker.live_stores import LiveStores
@@ -161,7 +160,3 @@ async def test_who_is_paused_when_the_strikes_are_broken_off_goes_on(
         striking.cancel()
         await asyncio.gather(striking, return_exceptions=True)
     await happens(lambda: store.status() != psutil.STATUS_STOPPED, what="it goes on")
-
-
-def test_a_process_ends_by_itself_before_whoever_waits_for_it_gives_up() -> None:
-    assert END_SECONDS_MAX >= SETTLE_SECONDS_MAX + 10.0, "its answers, then its files and its sockets"

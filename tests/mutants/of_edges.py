@@ -338,6 +338,19 @@ OF_EDGES: Final = (
         ),
     ),
     Mutant(
+        "log-in-time-lost-with-the-file",
+        "A mended store begins its log-in times anew, behind a clock that was set back.",
+        ("O13",),
+        ("tests/unit/client/test_store.py::test_the_time_of_the_last_log_in_survives_damage",),
+        (
+            Change(
+                "qim/client/schema.py",
+                "login = found[0] if found and isinstance(found[0], int) else 0",
+                "login = 0",
+            ),
+        ),
+    ),
+    Mutant(
         "handshake-without-end",
         "A peer that begins a handshake and says no more is kept for a minute.",
         ("F-43",),

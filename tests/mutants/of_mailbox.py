@@ -9,10 +9,24 @@ from tests.mutants.model import Change, Mutant
 
 _RUNS: Final = "tests/lua/test_materialise_dispatches.py::"
 _ROLE: Final = "tests/unit/workers/test_mailbox.py::"
+_PAUSES: Final = "tests/unit/workers/test_pauses.py::"
 _TOLD: Final = "tests/unit/workers/test_shards.py::"
 _FUSED: Final = "lua/materialise_dispatches.lua"
 
 OF_MAILBOX: Final = (
+    Mutant(
+        "stopped-shard-goes-on",
+        "A shard that stops while its back-off is waited for goes on by itself, past what an operator must see.",
+        ("X9",),
+        (f"{_PAUSES}test_a_shard_that_stops_during_its_back_off_does_not_go_on_by_itself",),
+        (
+            Change(
+                "workers/pauses.py",
+                "        self._waiting.discard(shard.slot)\n        self._pause",
+                "        self._pause",
+            ),
+        ),
+    ),
     Mutant(
         "w-over-a-gap",
         "A fused run is written although it does not follow W: what lies between is lost.",

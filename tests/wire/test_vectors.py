@@ -137,3 +137,8 @@ def test_pieces_give_the_frames_of_the_vector(vector: dict[str, Any]) -> None:
     frames = [frame for piece in vector["pieces"] for frame in splitter.feed(bytes.fromhex(piece))]
     assert [[op, request_id, body.hex()] for op, request_id, body in frames] == vector["frames"]
     assert splitter.buffered == vector.get("buffered", 0)
+
+
+def test_an_auth_that_tells_no_time_is_read() -> None:
+    without = msgspec.msgpack.encode(["token", bytes(16), "client", "1"])
+    assert decode_body(Op.AUTH, without) == Auth("token", DeviceId(bytes(16)), "client", "1", Millis(0))

@@ -22,7 +22,7 @@ from qim.client.model import MessageState, StoreRebuilt, Target
 from qim.client.steps import Echo, Incoming, RebuildItem, StoreSteps
 from qim.client.store import ORDINAL_BLOCK, Store
 from qim.client.sync import Gap
-from qim.clock import SystemClock
+from qim.clock import ManualClock, SystemClock
 from qim.ids import ConversationId, MailboxSeq, Millis, Seq
 from qim.wire.bodies import SendAck
 from tests.unit.client.store_writer import CONVERSATION, ME, PEER, build_message, queue
@@ -297,6 +297,23 @@ async def test_unsent_messages_that_cannot_be_read_are_reported(path: Path) -> N
     loaded = await store.load(bound_device=None)
     assert loaded.device_id != device
     await queue(store, loaded.device_id)
+    await store.close()
+
+
+@pytest.mark.shows("O13")
+async def test_the_time_of_the_last_log_in_survives_damage(path: Path) -> None:
+    await filled(path)
+    store, _ = await open_store(path)
+    before = await store.next_login()
+    await store.close()
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2 // 4_096 * 4_096)
+        file.write(b"\xff" * 4_096)
+    schema.mark_damaged(path)
+    store, rebuilt = await Store.open(path, me=ME, clock=ManualClock(now_ms=1_000))
+    assert rebuilt is not None
+    assert await store.next_login() == before + 1
     await store.close()
 
 

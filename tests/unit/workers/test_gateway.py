@@ -57,7 +57,7 @@ async def test_a_log_in_is_announced_and_then_acknowledged() -> None:
         assert acknowledged.heartbeat_ms == limits.PING_INTERVAL_MS
         assert acknowledged.limits["unanswered_requests"] == limits.UNANSWERED_REQUESTS_MAX
         assert (announce.tenant, announce.user, announce.device) == (TENANT, ALICE, PHONE)
-        assert not announce.pinging
+        assert not announce.repeated
 
 
 @pytest.mark.shows("O13")
@@ -181,7 +181,7 @@ async def test_a_second_log_in_renews_the_session() -> None:
         first = await client.log_in(token(rig.clock, life_ms=1_000))
         second = await client.log_in(token(rig.clock, life_ms=3_600_000))
         assert first.session_id == second.session_id
-        assert [announce.pinging for announce in rig.router.announced] == [False, True]
+        assert [announce.repeated for announce in rig.router.announced] == [False, True]
         for _ in range(10):
             client.send(build_message(Op.PING, 2, Ping()))
             await client.body(Op.PONG)
@@ -308,7 +308,7 @@ async def test_a_ping_asks_the_owner_and_carries_its_newest() -> None:
         client.send(build_message(Op.PING, 2, Ping()))
         pong = await client.body(Op.PONG)
         assert pong.newest_mailbox_seq == NEWEST
-        assert rig.router.announced[1].pinging
+        assert rig.router.announced[1].repeated
 
 
 async def test_a_ping_is_answered_when_the_owner_cannot_be_reached() -> None:
@@ -347,8 +347,8 @@ async def test_an_owner_that_is_back_hears_of_every_session_again() -> None:
         await rig.connect()
         rig.gateway.logins.announce_all(OWNER)
         first, second, *again = rig.router.announced
-        assert [announce._replace(pinging=False) for announce in again] == [first, second]
-        assert all(announce.pinging for announce in again)
+        assert [announce._replace(repeated=False) for announce in again] == [first, second]
+        assert all(announce.repeated for announce in again)
 
 
 async def test_a_replaced_session_is_told_so_and_withdrawn() -> None:
@@ -468,3 +468,26 @@ ON_UVLOOP: tuple[Scenario, ...] = (
 @pytest.mark.parametrize("scenario", ON_UVLOOP, ids=lambda scenario: scenario.__name__)
 def test_the_same_holds_on_the_loop_that_workers_run(scenario: Scenario) -> None:
     run_on_uvloop(scenario)
+
+
+async def test_what_an_owner_says_when_it_is_back_answers_no_ping() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        rig.router.answers = False
+        rig.gateway.logins.announce_all(OWNER)
+        client.send(build_message(Op.PING, 2, Ping()))
+        await happens(lambda: len(rig.router.announced) == 3, what="log-in, again, ping")
+        announce = rig.router.announced[-1]
+        for newest in (MailboxSeq(1), MailboxSeq(2)):
+            rig.gateway.logins.announced(announce.handle, announce.generation, newest)
+        assert (await client.body(Op.PONG)).newest_mailbox_seq == 2
+
+
+async def test_an_owner_that_is_away_again_at_once_leaves_no_ping_without_an_answer() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        rig.router.reachable = False
+        rig.gateway.logins.announce_all(OWNER)
+        rig.router.reachable = True
+        client.send(build_message(Op.PING, 2, Ping()))
+        assert (await client.body(Op.PONG)).newest_mailbox_seq == NEWEST
