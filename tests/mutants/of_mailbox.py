@@ -16,7 +16,7 @@ _FUSED: Final = "lua/materialise_dispatches.lua"
 OF_MAILBOX: Final = (
     Mutant(
         "stopped-shard-goes-on",
-        "A shard that stops while its back-off is waited for goes on by itself, past what an operator must see.",
+        "A shard that stops while its back-off is waited for goes on by itself.",
         ("X9",),
         (f"{_PAUSES}test_a_shard_that_stops_during_its_back_off_does_not_go_on_by_itself",),
         (

@@ -364,7 +364,7 @@ async def test_nothing_is_remembered_or_told_when_the_commit_fails(
 async def test_a_log_in_whose_time_cannot_be_stored_is_reported_and_comes_again(
     server: FakeServer, enter: Enter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, reader = await enter()
+    _, reader = await enter()
     original = StoreSteps.next_login
     failures: list[int] = []
 
