@@ -121,9 +121,11 @@ async def test_a_process_whose_messages_stay_without_an_answer_says_so(tmp_path:
             await asyncio.wait_for(process.run(stop), 10.0)
 
 
-async def test_a_device_that_is_lost_to_a_mistake_of_ours_ends_the_process(tmp_path: Path) -> None:
+async def test_a_device_that_is_lost_to_a_mistake_of_ours_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Recorder(tmp_path / f"{NAME}.jsonl") as recorder:
         process = _process(tmp_path, recorder)
-        process.devices[0].begin = None  # type: ignore[assignment,method-assign]  # whatever raises
+        monkeypatch.setattr(process.devices[0], "begin", None)
         with pytest.raises(TypeError):
             await asyncio.wait_for(process.run(asyncio.Event()), 10.0)

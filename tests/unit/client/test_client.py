@@ -39,7 +39,6 @@ from qim.errors import (
     Unauthenticated,
     Unavailable,
 )
-from qim.ids import Millis
 from qim.limits import MESSAGE_BODY_BYTES_MAX
 from qim.wire.layout import Op
 from tests.unit.client.conftest import Enter
@@ -359,31 +358,6 @@ async def test_nothing_is_remembered_or_told_when_the_commit_fails(
     assert len(failures) == 2
     assert ack.conversation_seq == 1
     assert (await client._running.store.load(bound_device=None)).cursor >= cursor
-
-
-async def test_a_log_in_whose_time_cannot_be_stored_is_reported_and_comes_again(
-    server: FakeServer, enter: Enter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, reader = await enter()
-    original = StoreSteps.next_login
-    failures: list[int] = []
-
-    def fail_first(steps: StoreSteps, now_ms: Millis) -> Millis:
-        import sqlite3
-
-        if not failures:
-            failures.append(1)
-            error = sqlite3.OperationalError("database or disk is full")
-            error.sqlite_errorcode = sqlite3.SQLITE_FULL
-            raise error
-        return original(steps, now_ms)
-
-    monkeypatch.setattr(StoreSteps, "next_login", fail_first)
-    server.cut()
-    await happens(lambda: reader.of(Reconnected), what="the second attempt")
-    [trouble] = reader.of(StoreTrouble)
-    assert "disk is full" in trouble.reason
-    assert len(server.received(Op.AUTH)) == 2, "nothing is said to the server without it"
 
 
 async def test_a_second_device_reads_everything_in_order(server: FakeServer, enter: Enter) -> None:

@@ -1,16 +1,27 @@
 """Silence, pings and broken answers: the clock of the client is moved by hand, the socket is real."""
 
 import asyncio
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qim.client import AuthError, ConnectionLost, Disconnected, RateLimited, Reconnected, Timeout
+from qim.client import (
+    AuthError,
+    ConnectionLost,
+    Disconnected,
+    RateLimited,
+    Reconnected,
+    StoreTrouble,
+    Timeout,
+)
 from qim.client.errors import MessageRejected, SdkError, build_failure, is_final
+from qim.client.steps import StoreSteps
 from qim.client.sync import HELD_SECONDS
 from qim.clock import ManualClock
 from qim.errors import CLIENT_ERRORS, GoingAway, Unavailable
+from qim.ids import Millis
 from qim.limits import CONNECTION_SILENCE_MS_MAX, PING_INTERVAL_MS
 from qim.wire.frames import build_frame
 from qim.wire.layout import Op
@@ -50,6 +61,29 @@ async def test_every_log_in_of_a_device_tells_a_later_time_than_the_one_before(
     await enter(clock=clock)
     first = clock.now_ms() + 60_000
     assert [auth.device_time for auth in server.received(Op.AUTH)] == [first, first + 1, first + 2]
+
+
+async def test_a_log_in_whose_time_cannot_be_stored_is_reported_and_comes_again(
+    server: FakeServer, enter: Enter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, reader = await enter()
+    original = StoreSteps.next_login
+    failures: list[int] = []
+
+    def fail_first(steps: StoreSteps, now_ms: Millis) -> Millis:
+        if not failures:
+            failures.append(1)
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return original(steps, now_ms)
+
+    monkeypatch.setattr(StoreSteps, "next_login", fail_first)
+    server.cut()
+    await happens(lambda: reader.of(Reconnected), what="the second attempt")
+    [trouble] = reader.of(StoreTrouble)
+    assert "disk is full" in trouble.reason
+    assert len(server.received(Op.AUTH)) == 2, "nothing is said to the server without it"
 
 
 async def test_a_server_that_wants_pings_more_often_gets_them(server: FakeServer, enter: Enter) -> None:
