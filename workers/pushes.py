@@ -48,7 +48,8 @@ class Pushes:
         now_ms = self._clock.now_ms()
         sessions_of = self._presence.sessions_of
         advance = self._presence.advance
-        for write, sender, device in deliveries:
+        for delivery in deliveries:
+            write, sender, device = delivery.write, delivery.sender, delivery.device
             targets: dict[WorkerId, list[tuple[int, int, int, int, bool]]] = {}
             mailbox_seq, tenant, recipients = write.mailbox_seq, write.tenant, write.recipients
             metrics.mailbox_entries += len(recipients)
@@ -99,6 +100,7 @@ class Pushes:
 
     def note_untold(self, part: Sequence[Delivery]) -> None:
         """The next push names these places as the ones before it."""
-        for write, _sender, _device in part:
+        for delivery in part:
+            write = delivery.write
             for user in write.recipients:
                 self._presence.advance(write.tenant, user, write.mailbox_seq)
