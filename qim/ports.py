@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from qim.ids import (
     BootId,
     BucketId,
@@ -99,7 +101,7 @@ class MessageKey(NamedTuple):
     client_message_id: ClientMessageId
 
 
-class Reservation(NamedTuple):
+class Reservation(msgspec.Struct, frozen=True, gc=False):
     """One message that asks for a sequence."""
 
     key: MessageKey
@@ -141,7 +143,9 @@ class Reserved(Enum):
     """The group is at another version: plan anew with its members."""
 
 
-class ReserveResult(NamedTuple):
+class ReserveResult(msgspec.Struct, frozen=True, gc=False):
+    """What became of one reservation."""
+
     outcome: Reserved
     seq: Seq
     """0 for a refusal."""
@@ -309,7 +313,7 @@ class ShardState(NamedTuple):
     """Of the record at W; empty at the start."""
 
 
-class MailboxWrite(NamedTuple):
+class MailboxWrite(msgspec.Struct, frozen=True, gc=False):
     """One dispatch record to be materialised."""
 
     slot: SlotId
@@ -426,7 +430,9 @@ class Begun(NamedTuple):
 # --- commit log (Outbox, dispatch) -------------------------------------------------------------------
 
 
-class LogRecord(NamedTuple):
+class LogRecord(msgspec.Struct, frozen=True, gc=False):
+    """One record of a partition."""
+
     partition: SlotId
     offset: Offset
     data: bytes

@@ -165,7 +165,7 @@ class RoutingHeader(NamedTuple):
         return UserId(self.parties[:16]), UserId(self.parties[16:])
 
 
-class Dispatch(NamedTuple):
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """A dispatch record, split; `entry` is the slice that becomes the mailbox member."""
 
     header: RoutingHeader

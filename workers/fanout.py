@@ -262,15 +262,16 @@ class Fanout:
     def _plan(self, batch: Sequence[LogRecord]) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:
         dispatches: list[PlannedDispatch] = []
         reached: dict[SlotId, Offset] = {}
-        for partition, offset, data in batch:
+        for record in batch:
+            partition = record.partition
             if partition in self.stopped:
                 continue
             try:
-                dispatches += plan_dispatches(data)
+                dispatches += plan_dispatches(record.data)
             except RecordCorrupt as error:
-                self._stop(partition, offset, str(error))
+                self._stop(partition, record.offset, str(error))
             else:
-                reached[partition] = offset
+                reached[partition] = record.offset
         self._planned |= reached
         # Grouped by shard: the log packs the records of one partition together. The sort is stable.
         dispatches.sort(key=_shard_of)

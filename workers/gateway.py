@@ -269,7 +269,7 @@ class Gateway:
             return
         granted = self._grant_sends(sock, frames, now)
         for frame in frames:
-            opcode, request_id, body = frame
+            opcode, request_id = frame.opcode, frame.request_id
             if opcode == _SEND:
                 granted -= 1
                 if granted < 0:
@@ -280,7 +280,7 @@ class Gateway:
                 request = Request(
                     origin=self, handle=sock.handle, generation=sock.generation, request_id=request_id,
                     opcode=opcode, tenant=sock.tenant, user=sock.user, device=sock.device,
-                    session=sock.session, body=body, arrived=now,
+                    session=sock.session, body=frame.body, arrived=now,
                 )  # fmt: skip
                 self._router.route(request, destination)
             else:
@@ -291,16 +291,16 @@ class Gateway:
     def _refuse_all(self, sock: ClientSocket, frames: Sequence[Frame]) -> None:
         """After the goodbye nothing new is begun, so that a busy client cannot hold up the drain."""
         error = Unavailable("going down, reconnect", retry_after_ms=limits.SWEEP_INTERVAL_MS)
-        for opcode, request_id, _ in frames:
-            if opcode == Op.PONG:
+        for frame in frames:
+            if frame.opcode == Op.PONG:
                 sock.unanswered -= 1
             else:
-                self._connections.answer(sock, build_error(request_id, error))
+                self._connections.answer(sock, build_error(frame.request_id, error))
 
     def _grant_sends(self, sock: ClientSocket, frames: Sequence[Frame], now: float) -> int:
         sends = 0
         for frame in frames:
-            sends += frame[0] == _SEND
+            sends += frame.opcode == _SEND
         return grant(self._buckets_of(sock, now), sends, now) if sends else 0
 
     def _buckets_of(self, sock: ClientSocket, now: float) -> tuple[TokenBucket, ...]:
@@ -316,7 +316,7 @@ class Gateway:
         )
 
     def _answer_here(self, sock: ClientSocket, frame: Frame, now: float) -> None:
-        opcode, request_id, _ = frame
+        opcode, request_id = frame.opcode, frame.request_id
         match opcode:
             case Op.PING:
                 self.logins.on_ping(sock, frame)

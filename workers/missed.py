@@ -77,9 +77,10 @@ class Missed:
 
     def _note_places(self, shard: SlotId, batch: Iterable[LogRecord]) -> None:
         places = self._places[shard]
-        for partition, offset, data in batch:
-            if offset < places.get(partition, Offset(offset + 1)) and _dispatches_to(shard, data):
-                places[partition] = offset
+        for record in batch:
+            known = places.get(record.partition)
+            if (known is None or record.offset < known) and _dispatches_to(shard, record.data):
+                places[record.partition] = record.offset
 
     def cap(self, partition: SlotId, reached: Offset) -> Offset:
         """The position that may be stored for an Outbox partition."""

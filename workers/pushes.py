@@ -42,21 +42,23 @@ class Pushes:
         The sending device gets the echo: it has the body already.
         """
         metrics = self._metrics
-        observe = metrics.message_delivery.observe
+        # Counted by age and observed once per age: what one pass of the writer has reserved is of one.
+        ages_ms: dict[int, int] = {}
         now_ms = self._clock.now_ms()
         sessions_of = self._presence.sessions_of
         advance = self._presence.advance
-        for write, sender, device in deliveries:
+        for delivery in deliveries:
+            write, sender, device = delivery.write, delivery.sender, delivery.device
             targets: dict[WorkerId, list[tuple[int, int, int, int, bool]]] = {}
-            mailbox_seq = write.mailbox_seq
-            metrics.mailbox_entries += len(write.recipients)
+            mailbox_seq, tenant, recipients = write.mailbox_seq, write.tenant, write.recipients
+            metrics.mailbox_entries += len(recipients)
             age_ms = now_ms - write.reserved_at
-            observe(age_ms / 1000 if age_ms > 0 else 0.0)
-            for user in write.recipients:
-                sessions = sessions_of(write.tenant, user)
+            ages_ms[age_ms] = ages_ms.get(age_ms, 0) + 1
+            for user in recipients:
+                sessions = sessions_of(tenant, user)
                 if not sessions:
                     continue
-                previous = advance(write.tenant, user, mailbox_seq)
+                previous = advance(tenant, user, mailbox_seq)
                 for session in sessions:
                     echo = user == sender and session.device == device
                     target = (session.handle, session.generation, previous, mailbox_seq, echo)
@@ -64,6 +66,8 @@ class Pushes:
             for worker, named in targets.items():
                 metrics.pushes += len(named)
                 self._pusher.push(worker, named, write.entry)
+        for age_ms, times in ages_ms.items():
+            metrics.message_delivery.observe(age_ms / 1000 if age_ms > 0 else 0.0, times=times)
 
     async def tell(self, deliveries: Sequence[Delivery], outcomes: Sequence[Materialised]) -> None:
         """Pushes what stands where it says, of records that W has passed.
@@ -95,6 +99,7 @@ class Pushes:
 
     def note_untold(self, part: Sequence[Delivery]) -> None:
         """The next push names these places as the ones before it."""
-        for write, _sender, _device in part:
+        for delivery in part:
+            write = delivery.write
             for user in write.recipients:
                 self._presence.advance(write.tenant, user, write.mailbox_seq)

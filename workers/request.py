@@ -8,6 +8,8 @@ gateway's worker; a handle is reused, a generation is not, so a late answer neve
 
 from typing import Final, Protocol
 
+import msgspec
+
 from qim.domain.writer import RETRY_AFTER_MS
 from qim.errors import ClientError, Unavailable
 from qim.ids import DeviceId, SessionId, SlotId, TenantId, UserId
@@ -31,41 +33,21 @@ class Origin(Protocol):
         ...
 
 
-class Request:
+class Request(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """One frame of an authenticated client."""
 
-    __slots__ = (
-        "arrived", "body", "device", "generation", "handle", "opcode", "origin", "request_id", "session",
-        "tenant", "user",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        *,
-        origin: Origin,
-        handle: int,
-        generation: int,
-        request_id: int,
-        opcode: int,
-        tenant: TenantId,
-        user: UserId,
-        device: DeviceId,
-        session: SessionId,
-        body: bytes,
-        arrived: float,
-    ) -> None:
-        self.origin = origin
-        self.handle = handle
-        self.generation = generation
-        self.request_id = request_id
-        self.opcode = opcode
-        self.tenant = tenant
-        self.user = user
-        self.device = device
-        self.session = session
-        self.body = body
-        self.arrived = arrived
-        """Monotonic seconds, read once per pass."""
+    origin: Origin
+    handle: int
+    generation: int
+    request_id: int
+    opcode: int
+    tenant: TenantId
+    user: UserId
+    device: DeviceId
+    session: SessionId
+    body: bytes
+    arrived: float
+    """Monotonic seconds, read once per pass."""
 
 
 def reply_error(request: Request, error: ClientError) -> None:

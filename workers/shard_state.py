@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from qim.domain import mailbox as rules
 from qim.domain.presence import Session
 from qim.ids import DeviceId, DispatchId, MailboxSeq, Offset, SlotId, TenantId, UserId, WorkerId
@@ -37,7 +39,7 @@ class Pusher(Protocol):
     def push(self, worker: WorkerId, targets: list[PushedTo], entry: bytes, /) -> None: ...
 
 
-class Delivery(NamedTuple):
+class Delivery(msgspec.Struct, frozen=True, gc=False):
     """A record on its way into mailboxes, and who sent it."""
 
     write: MailboxWrite

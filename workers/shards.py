@@ -191,11 +191,11 @@ class Shards:
         """Cuts a batch into runs and issues them; what the reader was sent back from since is left out."""
         started = self._clock.monotonic()
         fused: list[Delivery] = []
-        for partition, offset, data in batch:
-            shard = self.shards.get(partition)
+        for record in batch:
+            shard = self.shards.get(record.partition)
             if shard is None or shard.held:
                 continue
-            delivery = self._accept(shard, offset, data)
+            delivery = self._accept(shard, record.offset, record.data)
             if delivery is not None:
                 fused.append(delivery)
         self._failpoints.hit("mailbox.taken")
@@ -328,7 +328,8 @@ class Shards:
         shards = self.shards
         metrics = self._metrics
         now_ms = self._clock.now_ms()
-        for write, _sender, _device in deliveries:
+        for delivery in deliveries:
+            write = delivery.write
             slot = write.slot
             shard = shards[slot]
             shard.watermark = metrics.watermark[slot] = write.mailbox_seq

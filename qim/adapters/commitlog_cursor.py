@@ -44,14 +44,18 @@ class Cursor:
 
     def accept(self, first: Offset, records: Sequence[bytes]) -> None:
         """Takes records that begin at `first`; what is known already is cut off."""
-        if first > self.fetch_at:
+        fetch_at = self.fetch_at
+        if first > fetch_at:
             raise OffsetOutOfRange(
-                f"partition {self.partition}: the next offset is {self.fetch_at}, the log goes on at {first}",
+                f"partition {self.partition}: the next offset is {fetch_at}, the log goes on at {first}",
                 partition=self.partition,
             )
-        for at in range(self.fetch_at - first, len(records)):
-            self.buffer.append(LogRecord(self.partition, Offset(first + at), records[at]))
-        self.fetch_at = max(self.fetch_at, Offset(first + len(records)))
+        end = Offset(first + len(records))
+        if end > fetch_at:
+            partition, append = self.partition, self.buffer.append
+            for at in range(fetch_at - first, len(records)):
+                append(LogRecord(partition, Offset(first + at), records[at]))
+            self.fetch_at = end
 
     def check_end(self, end: Offset) -> None:
         """`end` is the offset that the log's next record gets."""
@@ -94,11 +98,12 @@ class Cursors:
         share = max(1, records_max // len(ready))
         while ready and len(batch) < records_max:
             for cursor in ready:
-                for _ in range(min(share, records_max - len(batch), len(cursor.buffer))):
-                    bytes_left -= len(cursor.buffer[0].data)
+                buffer = cursor.buffer
+                for _ in range(min(share, records_max - len(batch), len(buffer))):
+                    bytes_left -= len(buffer[0].data)
                     if bytes_left < 0 and batch:
                         return batch
-                    batch.append(cursor.buffer.popleft())
+                    batch.append(buffer.popleft())
             ready = [cursor for cursor in ready if cursor.buffer]
         return batch
 

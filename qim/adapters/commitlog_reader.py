@@ -71,13 +71,17 @@ class RedisLogReader:
         """Partitions that the server knows more of, in the order in which they are asked."""
         self._ends: dict[SlotId, Offset] = {}
         """Where the last sweep saw the ends of those partitions."""
+        self._grown: dict[SlotId, None] = dict.fromkeys(positions)
+        """Partitions of which the tail may know more than was accepted; no other one is worth a look. May
+        name partitions of other readers.
+        """
         self._is_sweep_due = True
         self._waiter: asyncio.Future[None] | None = None
         self._blocking = False
         self._error: StoreError | LogError | None = None
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
-        log.tail.watch(self._cursors.by_partition, self._wake)
+        log.tail.watch(self._cursors.by_partition, self._on_grown)
 
     # --- the port ---
 
@@ -93,7 +97,7 @@ class RedisLogReader:
                 raise error
             if self._is_sweep_due:
                 await self._sweep()
-            elif any(cursor.partition in self._stale for cursor in self._cursors.hungry()):
+            elif self._stale and any(cursor.partition in self._stale for cursor in self._cursors.hungry()):
                 await self._fetch()
             else:
                 await self._wait()
@@ -101,6 +105,7 @@ class RedisLogReader:
 
     def pause(self, partition: SlotId) -> None:
         self._cursors.by_partition[partition].pause()
+        self._grown[partition] = None  # what was fetched was given back
 
     def resume(self, partition: SlotId) -> None:
         cursor = self._cursors.by_partition[partition]
@@ -111,6 +116,7 @@ class RedisLogReader:
 
     def seek(self, partition: SlotId, position: Offset) -> None:
         self._cursors.by_partition[partition].seek(position)
+        self._grown[partition] = None
         self._stale[partition] = None
         self._is_sweep_due = True
         self._wake()
@@ -121,10 +127,14 @@ class RedisLogReader:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._log.tail.unwatch(self._cursors.by_partition, self._wake)
+        self._log.tail.unwatch(self._cursors.by_partition, self._on_grown)
         self._wake()
 
     # --- waiting ---
+
+    def _on_grown(self, partitions: Iterable[SlotId]) -> None:
+        self._grown.update(dict.fromkeys(partitions))
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -150,14 +160,23 @@ class RedisLogReader:
 
     def _accept_tail(self) -> None:
         tail = self._log.tail
-        for cursor in self._cursors.hungry():
-            if tail.ends.get(cursor.partition, 0) <= cursor.fetch_at:
+        cursors = self._cursors.by_partition
+        for partition in [*self._grown]:
+            cursor = cursors.get(partition)
+            if cursor is None:
+                del self._grown[partition]
                 continue
-            chunks = tail.chunks_at(cursor.partition, cursor.fetch_at)
-            for first, records in chunks:
-                cursor.accept(first, records)
-            if not chunks:
-                self._stale[cursor.partition] = None
+            if cursor.is_paused or cursor.buffer:
+                continue  # stays noted: it is looked at when it would hand out more
+            end = tail.ends.get(partition, 0)
+            if end > cursor.fetch_at:
+                chunks = tail.chunks_at(partition, cursor.fetch_at)
+                for first, records in chunks:
+                    cursor.accept(first, records)
+                if not chunks:
+                    self._stale[partition] = None
+            if end <= cursor.fetch_at:
+                del self._grown[partition]
 
     async def _fetch(self) -> None:
         hungry = {cursor.partition: cursor for cursor in self._cursors.hungry()}

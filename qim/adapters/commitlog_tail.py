@@ -2,17 +2,22 @@
 
 It saves the reader a round trip and the server the sending. Only partitions that somebody here reads are
 kept. Full (bytes): the oldest goes, and the reader fetches it from the server instead. Losing the whole tail
-loses nothing. The appending side adds and wakes, the readers take; all in one event loop.
+loses nothing. The appending side adds and wakes, the readers take; all in one event loop. Who is woken is
+told which partitions have grown, so that a reader of 64 need not look at those that stand still.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final, TypeAlias
 
 from qim.ids import Offset, SlotId
 
 AGES_MIN: Final = 1_024
 """So many are remembered before it is worth a look which of them are still held."""
+
+
+Wake: TypeAlias = Callable[[Iterable[SlotId]], None]
+"""Told which partitions have grown, be they the reader's or not."""
 
 
 class LogTail:
@@ -25,15 +30,15 @@ class LogTail:
         self._ages: deque[SlotId] = deque()
         """Partition of each chunk, oldest first; the entry of a released chunk stays for a while."""
         self._ages_max = AGES_MIN
-        self._watchers: dict[SlotId, list[Callable[[], None]]] = {}
+        self._watchers: dict[SlotId, list[Wake]] = {}
         self.ends: dict[SlotId, Offset] = {}
         """Offset behind the last record that this process appended."""
 
-    def watch(self, partitions: Iterable[SlotId], wake: Callable[[], None]) -> None:
+    def watch(self, partitions: Iterable[SlotId], wake: Wake) -> None:
         for partition in partitions:
             self._watchers.setdefault(partition, []).append(wake)
 
-    def unwatch(self, partitions: Iterable[SlotId], wake: Callable[[], None]) -> None:
+    def unwatch(self, partitions: Iterable[SlotId], wake: Wake) -> None:
         for partition in partitions:
             self._watchers[partition].remove(wake)
             if not self._watchers[partition]:
@@ -44,7 +49,10 @@ class LogTail:
         if not self._watchers.get(partition):
             return
         size = sum(map(len, records))
-        self._chunks.setdefault(partition, deque()).append((first, records, size))
+        chunks = self._chunks.get(partition)
+        if chunks is None:
+            chunks = self._chunks[partition] = deque()
+        chunks.append((first, records, size))
         self._ages.append(partition)
         if len(self._ages) > self._ages_max:
             self._forget_released()
@@ -52,11 +60,11 @@ class LogTail:
         while self._bytes > self._bytes_max and self._ages:
             self._evict(self._ages.popleft())
 
-    def wake(self, partitions: Iterable[SlotId]) -> None:
+    def wake(self, partitions: Collection[SlotId]) -> None:
         """Wakes each reader once per call, whatever number of its partitions have grown."""
         watchers = (wake for partition in partitions for wake in self._watchers.get(partition, ()))
         for wake in dict.fromkeys(watchers):
-            wake()
+            wake(partitions)
 
     def chunks_at(self, partition: SlotId, offset: Offset) -> Sequence[tuple[Offset, list[bytes]]]:
         """Unbroken chunks from the one that holds `offset` on; nothing when it is not here.

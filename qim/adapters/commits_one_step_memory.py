@@ -11,6 +11,8 @@ server.
 import asyncio
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from qim.adapters.commitlog_memory import Fault, MemoryCommitLog
 from qim.adapters.commits_memory import MemoryCommitStore
 from qim.adapters.ownership_memory import done
@@ -55,7 +57,7 @@ class MemoryOneStepCommits:
         offset = self._outbox.store([(partition, record)] * copies)[-1]
         commit = Commit(item.key, item.identity, result.seq, item.reserved_at, False, partition, offset)
         self._store.mark_one(commit, self._store.clock.now_ms())
-        return result._replace(outcome=Reserved.DURABLE)
+        return structs.replace(result, outcome=Reserved.DURABLE)
 
 
 def _failed(error: Exception) -> asyncio.Future[list[ReserveResult]]:

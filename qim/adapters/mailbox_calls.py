@@ -13,7 +13,9 @@ caller's records jump, the rest of that shard is answered GAP without being sent
 
 import struct
 from collections.abc import Container, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from qim.adapters.mailbox_keys import final_progress, mailbox_key
 from qim.adapters.redis_keys import HOUR_MS, SLOT_FIELDS
@@ -52,7 +54,7 @@ def answer_of(letter: str) -> Materialised:
     return _ANSWERS[letter]
 
 
-class ShardRun(NamedTuple):
+class ShardRun(msgspec.Struct, frozen=True):
     """Consecutive records of one shard inside a call."""
 
     slot: SlotId
@@ -94,9 +96,10 @@ class FusedCall:
     ) -> list[bytes | int]:
         """`keys` are those of `entry_keys`; a key that is not remembered gets its expiry in this call."""
         plan = [_COUNTS.pack(len(self._runs), len(self._writes))]
-        for slot, expected, items in self._runs:
+        for run in self._runs:
+            slot, items = run.slot, run.items
             first = items[0][1].mailbox_seq
-            plan.append(_SHARD.pack(epochs[slot], expected, first, days[slot], len(items)))
+            plan.append(_SHARD.pack(epochs[slot], run.expected, first, days[slot], len(items)))
         at = 0
         for write in self._writes:
             recipients = len(write.recipients)
@@ -155,7 +158,7 @@ def split_by_hour(
 ) -> list[FusedCall]:
     """The calls of one run, in the order in which they must be issued."""
     waiting = _consecutive(expected, writes, letters)
-    if len({_hour(write) for write in writes}) == 1:
+    if len({write.reserved_at // HOUR_MS for write in writes}) == 1:
         runs = [ShardRun(slot, watermark, items) for slot, (watermark, items) in waiting.items()]
         return [FusedCall(runs, letters)]
     calls = []

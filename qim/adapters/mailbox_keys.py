@@ -17,6 +17,7 @@ from typing import Final
 
 from qim.adapters.redis_keys import HOUR_MS, pack_tenant, slot_tag
 from qim.ids import DispatchId, MailboxSeq, Millis, SlotId, TenantId, UserId
+from qim.limits import SLOTS
 from qim.ports import ShardState
 
 WATERMARKS: Final = b"mboxw"
@@ -28,6 +29,10 @@ assert STATE_BYTES == 36
 
 pack_day = _DAY.pack
 
+_PREFIXES: Final = tuple(b"mbox:" + slot_tag(SlotId(slot)) for slot in range(SLOTS))
+_EPHEMERAL_PREFIXES: Final = tuple(b"mboxe:" + slot_tag(SlotId(slot)) for slot in range(SLOTS))
+"""Made once: each delivery needs a key."""
+
 
 def day_hash_key(slot: SlotId) -> bytes:
     return b"mboxday:" + slot_tag(slot)[:-1]
@@ -35,8 +40,8 @@ def day_hash_key(slot: SlotId) -> bytes:
 
 def mailbox_key(slot: SlotId, tenant: TenantId, user: UserId, *, day: int, ephemeral: bool) -> bytes:
     """The sorted set of one user and day."""
-    prefix = b"mboxe:" if ephemeral else b"mbox:"
-    return prefix + slot_tag(slot) + pack_tenant(tenant) + user + _DAY.pack(day)
+    prefixes = _EPHEMERAL_PREFIXES if ephemeral else _PREFIXES
+    return prefixes[slot] + pack_tenant(tenant) + user + pack_day(day)
 
 
 def progress_key(reserved_at: Millis) -> bytes:

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+import msgspec
+
 from qim.domain.placement import bucket_of_conversation, direct_conversation
 from qim.errors import (
     ClientError,
@@ -87,7 +89,7 @@ class DirectRoute(NamedTuple):
     parties: bytes
 
 
-class PlannedSend(NamedTuple):
+class PlannedSend(msgspec.Struct, frozen=True, gc=False):
     """A valid SEND, ready to be reserved."""
 
     route: DirectRoute

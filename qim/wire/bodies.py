@@ -81,7 +81,7 @@ class Auth(Struct, array_like=True, frozen=True, gc=False):
     device_id: WireDeviceId
     client_name: str = ""
     client_version: str = ""
-    device_time: Annotated[Millis, Meta(ge=0, lt=1 << 48)] = Millis(0)
+    device_time: Annotated[Millis, Meta(ge=0, le=(1 << 48) - 1)] = Millis(0)
     """By the clock of the device, and above that of every earlier log-in of it; 0: not told."""
 
     def __repr__(self) -> str:
@@ -406,6 +406,8 @@ _ARRAY_2: Final = b"\x92"
 _ARRAY_3: Final = b"\x93"
 _ARRAY_4: Final = b"\x94"
 _ARRAY_5: Final = b"\x95"
+_SHORT_HEADS: Final = tuple(bytes((0x90 | count,)) for count in range(16))
+"""Of arrays of up to 15 items, which is nearly every push."""
 _BIN_16: Final = b"\xc4\x10"
 _BOOLEAN: Final = (b"\xc2", b"\xc3")
 ECHO_BYTES_MAX: Final = 28
@@ -414,7 +416,7 @@ ECHO_BYTES_MAX: Final = 28
 
 def _array_head(count: int) -> bytes:
     if count < 16:
-        return bytes((0x90 | count,))
+        return _SHORT_HEADS[count]
     assert count < 65_536
     return b"\xdc" + count.to_bytes(2, "big")
 

@@ -164,7 +164,7 @@ class ClientConnection:
             raise
 
     def _admit(self, frame: Frame) -> bool:
-        opcode, request_id, _ = frame
+        opcode, request_id = frame.opcode, frame.request_id
         if opcode == _GOAWAY:
             self.state = State.GOING_AWAY
             return True

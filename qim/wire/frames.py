@@ -12,7 +12,9 @@ refused: the stream has lost its frame borders and nothing behind them can be tr
 complete in the same piece go down with it, like any request whose connection was cut: the peer repeats them.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from qim.errors import ClientError, RemoteProtocolError, VersionUnsupported
 from qim.limits import FRAME_BODY_BYTES_MAX, FRAME_HEADER_BYTES
@@ -23,7 +25,7 @@ _pack_header: Final = HEADER.pack
 _unpack_header: Final = HEADER.unpack_from
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """One frame, its body not yet decoded."""
 
     opcode: int

@@ -5,6 +5,7 @@ import gc
 from typing import Final
 
 import pytest
+from msgspec import structs
 
 from qim.adapters import redis_pipe
 from qim.adapters.audit_redis import ASKED_BYTES_MAX, RedisMailboxAudit
@@ -28,7 +29,7 @@ def dispatch_of(number: int) -> Dispatch:
     dispatch = parse_dispatch_record(build_dispatches(seq=number)[0][1])
     header = dispatch.header._replace(reserved_at=Millis(SystemClock().now_ms()))
     entry = number.to_bytes(4, "big") * (ENTRY_BYTES // 4)
-    return dispatch._replace(header=header, shard=SLOT, recipients=(ANN, BEN), entry=entry)
+    return structs.replace(dispatch, header=header, shard=SLOT, recipients=(ANN, BEN), entry=entry)
 
 
 async def materialised(pipe: RedisPipe) -> list[Dispatch]:

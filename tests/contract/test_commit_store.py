@@ -12,9 +12,9 @@ from qim.adapters.commits_memory import CommitState, MemoryCommitStore
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.clock import ManualClock
 from qim.errors import StoreRefused, StoreUnknown
-from qim.ids import BucketId, ConversationId, Offset, Seq, SlotId
+from qim.ids import BucketId, ConversationId, Millis, Offset, Seq, SlotId
 from qim.limits import IDEMPOTENCY_WINDOW_MS
-from qim.ports import ClaimRefusal, CommitStore, Committed, ReadMark, Reserved
+from qim.ports import ClaimRefusal, CommitStore, Committed, ReadMark, Reserved, ReserveResult
 from tests.lua.commit_calls import (
     ALICE,
     BOB,
@@ -74,14 +74,14 @@ async def test_a_send_has_one_sequence_before_and_after_its_commit(store: Commit
     item = reservation()
     (first,) = await store.reserve([item])
     (repeat,) = await store.reserve([item])
-    assert repeat == (Reserved.RECORDED, 1, item.reserved_at, item.record)
+    assert repeat == ReserveResult(Reserved.RECORDED, Seq(1), item.reserved_at, item.record)
     assert [result.outcome for result in await store.mark_committed([commit_of(item, first)])] == [
         Committed.COMMITTED
     ]
     (after,) = await store.reserve([item])
-    assert after == (Reserved.COMMITTED, 1, item.reserved_at, b"")
+    assert after == ReserveResult(Reserved.COMMITTED, Seq(1), item.reserved_at, b"")
     (conflict,) = await store.reserve([reservation(text=b"other content")])
-    assert conflict == (Reserved.CONFLICT, 0, 0, b"")
+    assert conflict == ReserveResult(Reserved.CONFLICT, Seq(0), Millis(0), b"")
 
 
 @pytest.mark.shows("C6")

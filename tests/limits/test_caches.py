@@ -112,7 +112,7 @@ def test_a_user_has_so_many_devices_and_a_place_that_gets_free_is_given_again() 
 def test_a_tail_whose_reader_keeps_up_remembers_nothing() -> None:
     tail = LogTail(bytes_max=LOG_TAIL_BYTES_MAX)
     slot, appends = SlotId(0), 10_000
-    tail.watch([slot], lambda: None)
+    tail.watch([slot], lambda _grown: None)
     for offset in range(appends):
         tail.add(slot, Offset(offset), [b"record"])
         assert len(tail.chunks_at(slot, Offset(offset))) == 1

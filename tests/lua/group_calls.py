@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from blake3 import blake3
+from msgspec import structs
 
 from qim.adapters import redis_keys as keys
 from qim.adapters.commits_redis import RedisCommitStore
@@ -166,7 +167,7 @@ def send_of(
     number: int, version: int, *, sender: UserId = ALICE, reserved_at: int | None = None, expires_at: int = 0
 ) -> Reservation:
     item = reservation(key_of(number, sender=sender), reserved_at=reserved_at, expires_at=expires_at)
-    return item._replace(membership_version=version)
+    return structs.replace(item, membership_version=version)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Sequence
 
 import pytest
+from msgspec import structs
 
 from qim.adapters import redis_keys as keys
 from qim.adapters.redis_pipe import RedisPipe
@@ -242,7 +243,7 @@ async def test_a_repeat_continues_the_same_commit_and_writes_nothing(store_serve
         first = await change_one(groups, item)
         before = await picture(pipe)
         assert item.event is not None
-        newer = item._replace(event=item.event._replace(record=b"newly built"))
+        newer = item._replace(event=structs.replace(item.event, record=b"newly built"))
         again = await change_one(groups, newer)
         assert again == first._replace(outcome=Changed.UNFINISHED)
         assert again.event is not None
@@ -454,7 +455,7 @@ async def test_a_message_that_holds_the_id_of_the_event_is_a_conflict(store_serv
     async with opened_groups(store_server) as (groups, store, pipe):
         item = await plan(groups, JOIN, [CAROL])
         assert item.event is not None
-        await store.reserve([send_of(1, 1)._replace(key=item.event.key)])
+        await store.reserve([structs.replace(send_of(1, 1), key=item.event.key)])
         before = await picture(pipe)
         assert (await change_one(groups, item)).outcome is Changed.CONFLICT
         assert await picture(pipe) == before

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec import structs
 
 from qim.adapters import redis_keys as keys
 from qim.adapters.commitlog_redis import RedisCommitLog
@@ -60,8 +61,8 @@ async def opened(server: StoreServer) -> AsyncIterator[OneServer]:
 
 def framed(item: Reservation) -> Reservation:
     """With a frame that names its bucket where the script looks for it."""
-    return item._replace(
-        outbox_frame=b"\x02\x01\x00" + bytes([item.key.bucket]) + b"f" * (OUTBOX_FRAME_BYTES - 4)
+    return structs.replace(
+        item, outbox_frame=b"\x02\x01\x00" + bytes([item.key.bucket]) + b"f" * (OUTBOX_FRAME_BYTES - 4)
     )
 
 
@@ -163,7 +164,7 @@ async def test_a_repeat_gets_its_coordinates_and_writes_nothing(store_server: St
         (item,) = items_of(1)
         await commit(server, item)
         before = await picture(server.pipe)
-        later = item._replace(record=b"newly built")
+        later = structs.replace(item, record=b"newly built")
         results = await commit(server, later, item)
         assert [(result.outcome, result.seq) for result in results] == [(Reserved.COMMITTED, 1)] * 2
         assert {result.reserved_at for result in results} == {item.reserved_at}

@@ -7,6 +7,7 @@ the Outbox too.
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
+from msgspec import structs
 
 from qim.adapters import redis_keys as keys
 from qim.adapters.commitlog_redis import RedisCommitLog
@@ -14,7 +15,7 @@ from qim.adapters.commits_one_step_redis import RedisOneStepCommits
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.redis_pipe import RedisPipe
 from qim.errors import StoreBroken
-from qim.ids import BucketId, Seq, SlotId
+from qim.ids import BucketId, Millis, Seq, SlotId
 from qim.limits import CLOCK_SKEW_MS_MAX
 from qim.ports import Reservation, Reserved, ReserveResult
 from qim.records import OUTBOX_FRAME_BYTES
@@ -48,7 +49,7 @@ SENT = {Reserved.NEW, Reserved.DURABLE}
 
 def _framed(item: Reservation) -> Reservation:
     frame = b"\x02\x02\x00" + bytes([item.key.bucket])
-    return item._replace(outbox_frame=frame.ljust(OUTBOX_FRAME_BYTES, b"f"))
+    return structs.replace(item, outbox_frame=frame.ljust(OUTBOX_FRAME_BYTES, b"f"))
 
 
 def _two_steps(store: RedisCommitStore, _pipe: RedisPipe) -> Send:
@@ -91,7 +92,7 @@ async def test_a_send_of_another_version_is_refused_and_consumes_no_sequence(
         before = await picture(pipe)
         for version in (1, 3, 2**40):
             (result,) = await send([send_of(1, version)])
-            assert result == (Reserved.MEMBERSHIP_CHANGED, 0, 0, b"")
+            assert result == ReserveResult(Reserved.MEMBERSHIP_CHANGED, Seq(0), Millis(0), b"")
         assert await picture(pipe) == before
         (result,) = await send([send_of(1, 2)])
         assert result.outcome in SENT
@@ -109,10 +110,10 @@ async def test_who_is_not_in_the_group_may_not_send_whatever_version_is_named(
         results = await send(
             [send_of(1, 2, sender=BOB), send_of(2, 1, sender=BOB), send_of(3, 2, sender=CAROL)]
         )
-        assert results == [(Reserved.NOT_MEMBER, 0, 0, b"")] * 3
+        assert results == [ReserveResult(Reserved.NOT_MEMBER, Seq(0), Millis(0), b"")] * 3
         nowhere = send_of(4, 1)
-        nowhere = nowhere._replace(key=nowhere.key._replace(bucket=BucketId(200)))
-        assert await send([nowhere]) == [(Reserved.NOT_MEMBER, 0, 0, b"")]
+        nowhere = structs.replace(nowhere, key=nowhere.key._replace(bucket=BucketId(200)))
+        assert await send([nowhere]) == [ReserveResult(Reserved.NOT_MEMBER, Seq(0), Millis(0), b"")]
         assert await picture(pipe) == before
 
 
@@ -129,7 +130,7 @@ async def test_a_known_message_is_known_whatever_happened_to_the_members(
                 send_of(1, 1, sender=BOB),
                 send_of(1, 2, sender=BOB),
                 send_of(2, 2, sender=BOB),
-                send_of(1, 2, sender=BOB)._replace(identity=b"o" * 36),
+                structs.replace(send_of(1, 2, sender=BOB), identity=b"o" * 36),
             ]
         )
         assert {known.outcome, twin.outcome} <= {Reserved.RECORDED, Reserved.COMMITTED}
@@ -206,5 +207,5 @@ async def test_a_run_of_direct_messages_asks_for_nothing_of_groups(store_server:
         script_keys, arguments = store._reserve_call(direct)
         assert len(script_keys) == 5
         assert len(arguments) == 5 + 2 + 2
-        grouped, _ = store._reserve_call([direct[0]._replace(membership_version=1)])
+        grouped, _ = store._reserve_call([structs.replace(direct[0], membership_version=1)])
         assert grouped == [*script_keys, keys.group_key(SUFFIX), keys.member_key(SUFFIX)]

@@ -1,6 +1,7 @@
 """`reserve_messages` on real servers: sequences without gap, idempotency, refusals that write nothing."""
 
 import pytest
+from msgspec import structs
 
 from qim.adapters import redis_keys as keys
 from qim.errors import StoreBroken
@@ -64,7 +65,7 @@ async def test_a_repeat_gets_the_coordinates_and_the_stored_bytes_and_writes_not
         item = reservation()
         first = await reserve_one(store, item)
         before = await picture(pipe)
-        later = item._replace(record=b"newly built", reserved_at=Millis(item.reserved_at + 5))
+        later = structs.replace(item, record=b"newly built", reserved_at=Millis(item.reserved_at + 5))
         again = await reserve_one(store, later)
         assert (again.outcome, again.seq, again.reserved_at) == (Reserved.RECORDED, 1, item.reserved_at)
         assert first.seq == again.seq

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.mailbox_memory import MemoryMailboxStore
@@ -67,7 +68,7 @@ class ForgettingMailboxes(MemoryMailboxStore):
     def _put(self, write: MailboxWrite, recipients: Iterable[UserId], day: int) -> None:
         # A mailbox is a set of entries, so a doubled one shows only when it is another one.
         ForgettingMailboxes._made += 1
-        super()._put(write._replace(entry=write.entry + b"%d" % self._made), recipients, day)
+        super()._put(structs.replace(write, entry=write.entry + b"%d" % self._made), recipients, day)
 
 
 class SkippingLog(MemoryCommitLog):

@@ -79,8 +79,8 @@ OF_FANOUT: Final = (
             Change(
                 "workers/fanout.py",
                 "            except RecordCorrupt as error:\n"
-                "                self._stop(partition, offset, str(error))\n",
-                "            except RecordCorrupt:\n                reached[partition] = offset\n",
+                "                self._stop(partition, record.offset, str(error))\n",
+                "            except RecordCorrupt:\n                reached[partition] = record.offset\n",
             ),
         ),
     ),
@@ -107,7 +107,7 @@ OF_FANOUT: Final = (
         (
             Change(
                 "workers/missed.py",
-                "                places[partition] = offset\n\n    def cap",
+                "                places[record.partition] = record.offset\n\n    def cap",
                 "                pass\n\n    def cap",
             ),
         ),

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from msgspec import structs
 
 from qim.adapters import redis_keys as keys
 from qim.adapters.commitlog_memory import MemoryCommitLog
@@ -272,7 +273,7 @@ class MembershipComparison(RuleBasedStateMachine):
     def ask_again(self, other: int, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from(self.asked[-6:]))
         if data.draw(st.booleans()) and item.event is not None:
-            item = item._replace(event=item.event._replace(record=b"newly built"))
+            item = item._replace(event=structs.replace(item.event, record=b"newly built"))
         if item.request is not None and data.draw(st.booleans()):
             item = item._replace(request=item.request._replace(digest=b"asked for something else".ljust(32)))
         self.ask(other, item)
@@ -310,7 +311,7 @@ class MembershipComparison(RuleBasedStateMachine):
         if then == "finish" and self.unfinished:
             self.mark(other, sorted(self.unfinished))
         if then == "other":
-            items = [item._replace(identity=b"other".ljust(36, b".")) for item in items]
+            items = [structs.replace(item, identity=b"other".ljust(36, b".")) for item in items]
         if then:
             self.send_all(other, items, one_step=one_step)
 
@@ -376,7 +377,9 @@ class MembershipComparison(RuleBasedStateMachine):
             version=membership.version, users=(USERS[number],),
         )  # fmt: skip
         item = self.message(place, membership.owner, 9, membership.version)
-        self.reserve(self.caller(other), [item._replace(key=item.key._replace(client_message_id=event_id))])
+        self.reserve(
+            self.caller(other), [structs.replace(item, key=item.key._replace(client_message_id=event_id))]
+        )
 
     @precondition(lambda self: self.unfinished)
     @rule(other=others, data=st.data())

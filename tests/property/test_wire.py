@@ -107,7 +107,7 @@ def cut(data: bytes, at: Sequence[int]) -> list[bytes]:
 def test_cuts_anywhere_give_the_same_frames(
     frames: list[Frame], at: list[int], as_type: Callable[[bytes], bytes | bytearray | memoryview]
 ) -> None:
-    stream = b"".join(build_frame(*frame) for frame in frames)
+    stream = b"".join(build_frame(frame.opcode, frame.request_id, frame.body) for frame in frames)
     splitter = FrameSplitter()
     got = [frame for piece in cut(stream, at) for frame in splitter.feed(as_type(piece))]
     assert got == frames

@@ -135,7 +135,7 @@ def test_body_that_does_not_fit_is_an_error_of_its_request_alone(vector: dict[st
 def test_pieces_give_the_frames_of_the_vector(vector: dict[str, Any]) -> None:
     splitter = FrameSplitter()
     frames = [frame for piece in vector["pieces"] for frame in splitter.feed(bytes.fromhex(piece))]
-    assert [[op, request_id, body.hex()] for op, request_id, body in frames] == vector["frames"]
+    assert [[frame.opcode, frame.request_id, frame.body.hex()] for frame in frames] == vector["frames"]
     assert splitter.buffered == vector.get("buffered", 0)
 
 

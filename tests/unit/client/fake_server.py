@@ -197,7 +197,7 @@ class FakeServer:
         writer: asyncio.StreamWriter,
         task: "asyncio.Task[None]",
     ) -> None:
-        op, request_id, raw = frame
+        op, request_id, raw = frame.opcode, frame.request_id, frame.body
         body = bodies.decode_body(op, raw)
         self.frames.append((op, body))
         if op in self.silent_ops:

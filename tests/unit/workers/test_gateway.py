@@ -20,7 +20,7 @@ from qim.wire.bodies import (
     decode_body,
     decode_pushed,
 )
-from qim.wire.frames import build_frame
+from qim.wire.frames import Frame, build_frame
 from qim.wire.layout import Op
 from tests.unit.workers.gateway_rig import (
     ALICE,
@@ -214,7 +214,7 @@ async def test_a_request_is_handed_over_untouched_with_the_identity_of_the_sessi
         assert (request.body, request.request_id, destination) == (body, 77, Destination.CONVERSATION)
         assert (request.tenant, request.user, request.device) == (TENANT, ALICE, PHONE)
         request.origin.reply(request, build_frame(Op.SEND_ACK, 77, b"\x90"))
-        assert await client.frame() == (Op.SEND_ACK, 77, b"\x90")
+        assert await client.frame() == Frame(Op.SEND_ACK, 77, b"\x90")
 
 
 async def test_a_pull_goes_to_the_owner_of_the_user() -> None:
@@ -397,7 +397,7 @@ async def test_a_drain_says_goodbye_answers_what_it_took_and_closes() -> None:
         assert goodbyes[0].reconnect_after_ms != goodbyes[1].reconnect_after_ms
         await stays(lambda: not draining.done(), what="waits for the answer")
         request.origin.reply(request, build_frame(Op.SEND_ACK, 2, b"\x90"))
-        assert await clients[0].frame() == (Op.SEND_ACK, 2, b"\x90")
+        assert await clients[0].frame() == Frame(Op.SEND_ACK, 2, b"\x90")
         await draining
         assert [await client.rest() for client in clients] == [[], []]
         with pytest.raises(OSError):

@@ -31,7 +31,7 @@ from qim.metrics import Metrics
 from qim.ports import MailboxPage, MailboxPageQuery, MailboxStore
 from qim.tokens import TokenVerifier
 from qim.wire.bodies import Ping, PullMailbox, build_message, decode_body
-from qim.wire.frames import build_frame
+from qim.wire.frames import Frame, build_frame
 from qim.wire.layout import LinkOp, Op
 from qim.wire.link import Hello, build_hello
 from tests.unit.workers.gateway_rig import (
@@ -225,7 +225,7 @@ async def test_a_request_reaches_its_owner_untouched_and_the_answer_comes_back(f
         assert (request.tenant, request.user, request.device, request.request_id) == (TENANT, user, PHONE, 5)
         assert request.body == send_body(peer=peer)
         acknowledge(request)
-        assert await client.frame() == (Op.SEND_ACK, 5, b"\x90")
+        assert await client.frame() == Frame(Op.SEND_ACK, 5, b"\x90")
         assert not first.writer.requests
 
 
@@ -395,7 +395,7 @@ async def test_a_request_whose_answer_is_lost_with_the_link_has_an_unknown_outco
         acknowledge(request)
         client.send(send_to(peer_of(user, SECOND), 6))
         acknowledge(await second.writer.next())
-        assert await client.frame() == (Op.SEND_ACK, 6, b"\x90")
+        assert await client.frame() == Frame(Op.SEND_ACK, 6, b"\x90")
 
 
 async def test_after_a_link_is_back_every_session_is_known_again(folder: Path) -> None:
