@@ -28,6 +28,13 @@ _FULL: Final = ResourceExhausted("too many sessions", retry_after_ms=limits.LINK
 _REPLACED: Final = Replaced("a later log-in of this device took over")
 _COME_AGAIN: Final = GoingAway("another connection of this device")
 
+_ENDINGS: Final = {error.code: error for error in (_FULL, _REPLACED)}
+
+
+def ending_of(code: int) -> ClientError:
+    """What the owner of a user says to a session that it ends; over a link travels its code only."""
+    return _ENDINGS.get(code, _COME_AGAIN)
+
 
 class PresenceAnswers(Protocol):
     """The way back to the gateways (`workers/router.py`)."""

@@ -31,9 +31,7 @@ from qim.domain.placement import (
 from qim.domain.presence import Session
 from qim.domain.writer import route_target
 from qim.errors import (
-    CLIENT_ERRORS,
     ClientError,
-    GoingAway,
     InvalidArgument,
     RemoteProtocolError,
     Unavailable,
@@ -60,7 +58,7 @@ from qim.wire.link import (
 )
 from workers.gateway import DESTINATION_OF, Gateway
 from workers.link import Links, LinkStream
-from workers.presence import Presence
+from workers.presence import Presence, ending_of
 from workers.request import Request
 
 _DIRECT_TARGET: Final = b"\x92\x01\xc4\x10"
@@ -248,10 +246,7 @@ class Router:
             case Withdraw():
                 self._presence.withdraw(*message)
             case Close():
-                error = CLIENT_ERRORS.get(message.code, GoingAway)
-                wait_ms = limits.LINK_RETRY_MS_MAX if error.retryable else 0  # the frame carries none
-                ended = error("ended by the owner of the user", retry_after_ms=wait_ms)
-                self._gateway.logins.close(message.handle, message.generation, ended)
+                self._gateway.logins.close(message.handle, message.generation, ending_of(message.code))
             case Hello() | Reply():
                 raise RemoteProtocolError("this link frame is not expected here")
             case _:

@@ -233,7 +233,8 @@ class Engine:
         except StoreUnavailable as error:
             # What could not be stored must come again: the next login reads from the stored cursor.
             reason = str(error)
-            raise self._store_trouble(error) from error
+            trouble = self._store_trouble(error)
+            raise transport.goodbye or trouble from error
         finally:
             self._ready.clear()
             self.work.on_disconnected(reason)

@@ -22,7 +22,7 @@ from qim.client.model import Ack, Conversation, Message, MessageState, Target
 from qim.client.outgoing import PendingRow
 from qim.client.sync import Gap, subtract_page
 from qim.ids import ClientMessageId, ConversationId, DeviceId, MailboxSeq, MessageId, Millis, Seq, UserId
-from qim.wire.bodies import SendAck
+from qim.wire.bodies import DEVICE_TIME_MAX, SendAck
 
 UNREAD_SHOWN_MAX: Final = 1_000
 """Counting stops here: a number above it helps nobody and would cost a scan per message."""
@@ -108,7 +108,10 @@ class StoreSteps:
 
     def next_login(self, now_ms: Millis) -> Millis:
         """Above every one that this store gave before, whatever became of the clock since."""
-        time = Millis(max(now_ms, int(self._meta("login")) + 1))
+        last = self._meta("login")
+        # A value that cannot be told, from a clock gone wrong or a bad disk, would lock the device out.
+        is_possible = isinstance(last, int) and 0 <= last < DEVICE_TIME_MAX
+        time = Millis(min(max(now_ms, last + 1 if is_possible else 0), DEVICE_TIME_MAX))
         self._set_meta("login", time)
         return time
 

@@ -8,12 +8,15 @@ costs more than the frame in it.
   readers applies; what it drops, a pull recovers.
 - A connection that brought no byte for `SILENCE_SECONDS_MAX` is dead (half-open): the owner asks
   `is_silent` with its clock and aborts. A ping goes out every 25 s, so a living server always answers before.
-- When the peer goes, `failure` says why, once, and the owner is woken.
+- When the peer goes, `failure` says why, once, and the owner is woken. A GOAWAY is looked at when it arrives,
+  because the owner may be at its disk then: who is not told that it was replaced comes back and replaces.
 """
 
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -24,9 +27,10 @@ from qim.client.errors import Disconnected, error_name
 from qim.clock import Clock
 from qim.errors import ClientError
 from qim.limits import CONNECTION_SILENCE_MS_MAX, PING_INTERVAL_MS, TLS_HANDSHAKE_TIMEOUT_MS
+from qim.wire.bodies import GoAway, decode_body
 from qim.wire.connection import ClientConnection, State
 from qim.wire.frames import Frame
-from qim.wire.layout import ALPN
+from qim.wire.layout import ALPN, Op
 
 ARRIVED_BYTES_MAX: Final = 4_194_304
 CONNECT_SECONDS_MAX: Final = 10.0
@@ -42,6 +46,11 @@ class ConnectionEnded(Disconnected):
         super().__init__(text)
         self.code = code
         self.reconnect_after_ms = reconnect_after_ms
+
+
+def read_goodbye(body: GoAway) -> ConnectionEnded:
+    text = f"{error_name(body.code)}: {body.text}"
+    return ConnectionEnded(text, code=body.code, reconnect_after_ms=body.reconnect_after_ms)
 
 
 def build_tls_context(ca: str | Path | None) -> ssl.SSLContext:
@@ -62,6 +71,8 @@ class Transport(asyncio.Protocol):
         self.connection = ClientConnection()
         self.arrived: deque[Frame] = deque()
         self.failure: ConnectionEnded | None = None
+        self.goodbye: ConnectionEnded | None = None
+        """What the server's GOAWAY said, from its arrival on: whatever ends the connection, this is why."""
         self._clock = clock
         self._wake = wake
         self._arrived_bytes = 0
@@ -115,12 +126,19 @@ class Transport(asyncio.Protocol):
         except ClientError as error:
             self._end(ConnectionEnded(f"{error_name(error.code)}: {error.text}", code=error.code))
             return
+        self._look_for_goodbye(frames)
         self.arrived.extend(frames)
         self._arrived_bytes += len(data)
         if self._arrived_bytes > ARRIVED_BYTES_MAX and self._socket and not self._is_paused:
             self._socket.pause_reading()
             self._is_paused = True
         self._wake.set()
+
+    def _look_for_goodbye(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            if frame.opcode == Op.GOAWAY:
+                with suppress(ClientError):  # what cannot be read is judged with the other frames
+                    self.goodbye = read_goodbye(decode_body(Op.GOAWAY, frame.body))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._socket = None  # Python 3.11.2 raises when a transport that has ended is aborted
@@ -195,7 +213,7 @@ class Transport(asyncio.Protocol):
 
     def _end(self, failure: ConnectionEnded) -> None:
         if self.failure is None:
-            self.failure = failure
+            self.failure = self.goodbye or failure
             self.connection.close()
             self._abort_socket()
         self._wake.set()

@@ -48,7 +48,7 @@ from qim.client.received import Pass, read_frame
 from qim.client.steps import Applied, Echo, Incoming
 from qim.client.store import Store
 from qim.client.sync import Chain, Pull, Pushed, Verdict
-from qim.client.transport import PING_SECONDS, ConnectionEnded, Transport
+from qim.client.transport import PING_SECONDS, ConnectionEnded, Transport, read_goodbye
 from qim.clock import Clock
 from qim.errors import ClientError, Conflict, DeadlineExceeded, Unauthenticated
 from qim.ids import ClientMessageId, ConversationId, DeviceId, MailboxSeq, Millis, Seq
@@ -258,12 +258,7 @@ class Work:
         if got.newest:
             self._chain.on_newest(got.newest)
         if got.goaway is not None:
-            away = got.goaway
-            raise ConnectionEnded(
-                f"{error_name(away.code)}: {away.text}",
-                code=away.code,
-                reconnect_after_ms=away.reconnect_after_ms,
-            )
+            raise read_goodbye(got.goaway)
 
     async def _commit(self, got: Pass, *, now: float) -> None:
         got.incoming.messages = [

@@ -206,8 +206,8 @@ def _note(user: _User, device: DeviceId, *, again: bool) -> None:
 
 
 def _is_surely_later(arrived: Session, before: Session) -> bool:
-    """Whether time agrees with the order of arrival. Equal times contradict nothing."""
-    return _login_ms(arrived) >= _login_ms(before)
+    """Whether time agrees with the order of arrival. Equal times say nothing."""
+    return _login_ms(arrived) > _login_ms(before)
 
 
 def _login_ms(session: Session) -> int:

@@ -50,6 +50,8 @@ from qim.wire.frames import build_frame
 from qim.wire.layout import Op
 
 _ID: Final = Meta(min_length=ID_BYTES, max_length=ID_BYTES)
+DEVICE_TIME_MAX: Final = (1 << 48) - 1
+"""A session id has six bytes for it."""
 _SEQUENCE: Final = Meta(ge=0, le=SEQ_MAX)
 
 Id: TypeAlias = Annotated[bytes, _ID]
@@ -81,7 +83,7 @@ class Auth(Struct, array_like=True, frozen=True, gc=False):
     device_id: WireDeviceId
     client_name: str = ""
     client_version: str = ""
-    device_time: Annotated[Millis, Meta(ge=0, le=(1 << 48) - 1)] = Millis(0)
+    device_time: Annotated[Millis, Meta(ge=0, le=DEVICE_TIME_MAX)] = Millis(0)
     """By the clock of the device, and above that of every earlier log-in of it; 0: not told."""
 
     def __repr__(self) -> str:

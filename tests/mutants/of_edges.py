@@ -306,7 +306,7 @@ OF_EDGES: Final = (
         (
             Change(
                 "qim/domain/presence.py",
-                "    return _login_ms(arrived) >= _login_ms(before)\n",
+                "    return _login_ms(arrived) > _login_ms(before)\n",
                 "    return True\n",
             ),
         ),
@@ -332,10 +332,17 @@ OF_EDGES: Final = (
         (
             Change(
                 "qim/client/steps.py",
-                'max(now_ms, int(self._meta("login")) + 1)',
+                "max(now_ms, last + 1 if is_possible else 0)",
                 "now_ms",
             ),
         ),
+    ),
+    Mutant(
+        "goodbye-unread",
+        "A client that is at its disk when it is replaced does not hear it, and ends its successor.",
+        ("O13",),
+        (f"{_LIFE}test_who_is_replaced_hears_it_also_while_the_disk_is_slow_or_full",),
+        (Change("qim/client/transport.py", "self.goodbye or failure", "failure"),),
     ),
     Mutant(
         "log-in-time-lost-with-the-file",

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from qim.client import (
     StoreTrouble,
     Timeout,
 )
-from qim.client.errors import MessageRejected, SdkError, build_failure, is_final
-from qim.client.steps import StoreSteps
+from qim.client.errors import MessageRejected, SdkError, StoreUnavailable, build_failure, is_final
+from qim.client.steps import Applied, Incoming, StoreSteps
 from qim.client.sync import HELD_SECONDS
 from qim.clock import ManualClock
-from qim.errors import CLIENT_ERRORS, GoingAway, Unavailable
+from qim.errors import CLIENT_ERRORS, GoingAway, Replaced, Unavailable
 from qim.ids import Millis
 from qim.limits import CONNECTION_SILENCE_MS_MAX, PING_INTERVAL_MS
 from qim.wire.frames import build_frame
@@ -84,6 +85,56 @@ async def test_a_log_in_whose_time_cannot_be_stored_is_reported_and_comes_again(
     [trouble] = reader.of(StoreTrouble)
     assert "disk is full" in trouble.reason
     assert len(server.received(Op.AUTH)) == 2, "nothing is said to the server without it"
+
+
+@pytest.mark.shows("O13")
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_who_is_replaced_hears_it_also_while_the_disk_is_slow_or_full(
+    server: FakeServer, enter: Enter, monkeypatch: pytest.MonkeyPatch, *, is_full: bool
+) -> None:
+    """Whoever does not hear it comes back, and replaces its own successor for good."""
+    client, reader = await enter()
+    store = client._running.store
+    storing, is_over = asyncio.Event(), asyncio.Event()
+    original = store.apply
+
+    async def apply_slowly(incoming: Incoming) -> Applied:
+        storing.set()
+        await is_over.wait()
+        if is_full:
+            raise StoreUnavailable("the disk is full")
+        applied: Applied = await original(incoming)
+        return applied
+
+    monkeypatch.setattr(store, "apply", apply_slowly)
+    server.deliver("meanwhile")
+    await storing.wait()
+    server.goaway(Replaced("another copy"))
+    await happens(lambda: client._running.work.transport.failure, what="the end has been seen")
+    is_over.set()
+    await happens(lambda: reader.failure, what="it ends")
+    assert (type(reader.failure), reader.failure.code) == (AuthError, Replaced.code)
+    assert len(server.received(Op.AUTH)) == 1
+
+
+@pytest.mark.shows("O13")
+@pytest.mark.parametrize("stored", [2**48 - 1, 2**63 - 1, -5, "text", b"\xff", None, 1.5])
+async def test_a_log_in_time_that_cannot_be_is_not_told(
+    server: FakeServer, enter: Enter, tmp_path: Path, stored: object
+) -> None:
+    clock = ManualClock()
+    client, _ = await enter(clock=clock)
+    with closing(sqlite3.connect(client.store_path)) as other, other:
+        other.execute("UPDATE meta SET value = ? WHERE key = 'login'", (stored,))
+    await enter(clock=clock)
+    assert [auth.device_time for auth in server.received(Op.AUTH)] == [clock.now_ms()] * 2
+
+
+async def test_a_clock_beyond_what_a_session_can_carry_tells_the_last_time(
+    server: FakeServer, enter: Enter
+) -> None:
+    await enter(clock=ManualClock(now_ms=2**50))
+    assert [auth.device_time for auth in server.received(Op.AUTH)] == [2**48 - 1]
 
 
 async def test_a_server_that_wants_pings_more_often_gets_them(server: FakeServer, enter: Enter) -> None:

@@ -346,6 +346,7 @@ async def test_a_later_log_in_at_another_worker_replaces_the_device(folder: Path
     async with two_workers(folder) as (first, second):
         user = user_of(FIRST)
         old = await second.logged_in(user)
+        first.clock.advance(milliseconds=1)
         await first.logged_in(user)
         assert (await old.goaway()).code == errors.Replaced.code
         await stays(lambda: len(first.presence) == 1, what="the new session stays")
