@@ -20,6 +20,7 @@ from qim.client import (
 from qim.client.errors import MessageRejected, SdkError, StoreUnavailable, build_failure, is_final
 from qim.client.steps import Applied, Incoming, StoreSteps
 from qim.client.sync import HELD_SECONDS
+from qim.client.transport import Transport
 from qim.clock import ManualClock
 from qim.errors import CLIENT_ERRORS, GoingAway, Replaced, Unavailable
 from qim.ids import Millis
@@ -115,6 +116,31 @@ async def test_who_is_replaced_hears_it_also_while_the_disk_is_slow_or_full(
     await happens(lambda: reader.failure, what="it ends")
     assert (type(reader.failure), reader.failure.code) == (AuthError, Replaced.code)
     assert len(server.received(Op.AUTH)) == 1
+
+
+async def test_a_line_that_goes_while_the_log_in_time_is_stored_is_tried_again(
+    server: FakeServer, enter: Enter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, reader = await enter()
+    lines: list[Transport] = []
+    connect, next_login = Transport.connect, client._running.store.next_login
+
+    async def connect_and_note(*where: Any, **how: Any) -> Transport:
+        lines.append(await connect(*where, **how))
+        return lines[-1]
+
+    async def lose_the_first() -> Millis:
+        if len(lines) == 1:
+            lines[0].abort("cut")
+        time: Millis = await next_login()
+        return time
+
+    monkeypatch.setattr(Transport, "connect", connect_and_note)
+    monkeypatch.setattr(client._running.store, "next_login", lose_the_first)
+    server.cut()
+    await happens(lambda: reader.of(Reconnected), what="the attempt after it")
+    assert [lost.reason for lost in reader.of(ConnectionLost)][1:] == ["cut"]
+    assert len(lines) == 2
 
 
 @pytest.mark.shows("O13")
