@@ -27,6 +27,7 @@ from qim.domain.mailbox import NOTHING_FINISHED
 from qim.domain.placement import Placement
 from qim.errors import StoreError
 from qim.ids import BootId, SlotId, WorkerId
+from qim.memberships import Memberships
 from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, MailboxStore, OneStepCommits
 from qim.tokens import TokenVerifier
@@ -53,6 +54,9 @@ class RoleStores(Protocol):
 
     @property
     def commits(self) -> Sequence[CommitStore]: ...
+
+    @property
+    def memberships(self) -> Sequence[Memberships]: ...
 
     @property
     def mailboxes(self) -> Sequence[MailboxStore]: ...
