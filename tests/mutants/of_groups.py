@@ -296,6 +296,22 @@ _OF_THE_REST: Final = (
         ),
     ),
     Mutant(
+        "listed-audience-not-marked",
+        "The header of an event does not say that its audience is listed, so every member is told.",
+        ("F2", "G7"),
+        (
+            "tests/unit/test_records.py::test_group_header_says_where_its_audience_is_listed",
+            f"{_RULES}test_an_event_is_a_control_message_of_the_group_that_every_hop_can_carry",
+        ),
+        (
+            Change(
+                "qim/records.py",
+                "audience = MEMBERS_AT_VERSION if record.audience is None else LISTED_IN_RECORD",
+                "audience = MEMBERS_AT_VERSION",
+            ),
+        ),
+    ),
+    Mutant(
         "affected-not-told",
         "Who was removed from a small group never hears of it.",
         ("G7",),
