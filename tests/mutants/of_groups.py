@@ -377,6 +377,7 @@ _OF_THE_REST: Final = (
 _PLAN: Final = "qim/domain/fanout.py"
 _PLANS: Final = "tests/unit/test_fanout_rules.py::"
 _FANOUT: Final = "tests/unit/workers/test_fanout_groups.py::"
+_SPINE: Final = "tests/unit/workers/test_spine_groups.py::"
 _AUDIENCES: Final = "tests/unit/workers/test_audiences.py::"
 
 _OF_DELIVERY: Final = (
@@ -487,6 +488,19 @@ _OF_DELIVERY: Final = (
                 "qim/domain/mailbox.py",
                 "    if any(shard_of(tenant, user) != dispatch.shard for user in recipients):\n",
                 "    if all(shard_of(tenant, user) != dispatch.shard for user in recipients):\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "only-the-first-chunk",
+        "Of a large group's members in a shard the first 64 get the message, and it counts as done.",
+        ("M3", "F2"),
+        (f"{_SPINE}test_a_message_to_ten_thousand_reaches_each_once_and_delays_no_order",),
+        (
+            Change(
+                "workers/serial.py",
+                "for start in range(0, len(recipients), APPEND_ENTRIES_MAX)\n",
+                "for start in range(0, APPEND_ENTRIES_MAX, APPEND_ENTRIES_MAX)\n",
             ),
         ),
     ),
