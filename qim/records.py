@@ -18,9 +18,12 @@ The routing header (big-endian, 148 bytes). fanout, mailbox and session read it 
      +-------+-------+---------+----------+---------+--------------+---------------+----------------
      48                84       100             116                               148
      +-----------------+--------+---------------+---------------------------------+
-     | identity digest | sender | sender device | two users, or group ‖ version   |
-     | 36 B            | 16 B   | 16 B          | 2 × 16 B  or 16 B ‖ u64 ‖ 8 × 0 |
+     | identity digest | sender | sender device | two users, or group ‖ version … |
+     | 36 B            | 16 B   | 16 B          | 2 × 16 B  or 16 B ‖ u64 ‖ u64   |
      +-----------------+--------+---------------+---------------------------------+
+
+The last number of a group says who gets the message: 0 = the members at that version, 1 = those that the
+record lists. So only what lists its audience has to be opened on the way.
 
 `kind` carries the conversation's kind in its low bits and EPHEMERAL_FLAG in its highest, so that the
 mailbox knows without opening the record how long the entry may live.
@@ -53,6 +56,7 @@ from qim.ids import (
     ConversationId,
     DeviceId,
     DispatchId,
+    GroupId,
     MessageId,
     Millis,
     Seq,
@@ -79,6 +83,9 @@ _RECIPIENTS = struct.Struct(">BBH")
 _RECIPIENTS_AT = HEADER_BYTES + _RECIPIENTS.size
 _IDENTITY_FIELDS = struct.Struct(">IBBH")
 _SEQ = struct.Struct(">Q")
+_GROUP_PARTIES: Final = struct.Struct(">16sQQ")
+MEMBERS_AT_VERSION: Final = 0
+LISTED_IN_RECORD: Final = 1
 _ID: Final = msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)
 
 
@@ -140,6 +147,16 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     record: MessageRecord
 
 
+class GroupParties(NamedTuple):
+    """The last 32 bytes of the header of a group message, decoded; nothing is checked."""
+
+    group: GroupId
+    version: int
+    """Of the members that the message was numbered under; an event has the one that its change made."""
+    audience: int
+    """MEMBERS_AT_VERSION or LISTED_IN_RECORD."""
+
+
 class RoutingHeader(NamedTuple):
     """The fixed header, decoded; see the drawing."""
 
@@ -163,6 +180,11 @@ class RoutingHeader(NamedTuple):
     def users(self) -> tuple[UserId, UserId]:
         """The two users of a direct conversation, smaller first."""
         return UserId(self.parties[:16]), UserId(self.parties[16:])
+
+    @property
+    def group(self) -> GroupParties:
+        """Of a group message: which one, and who gets it."""
+        return GroupParties._make(_GROUP_PARTIES.unpack(self.parties))
 
 
 class Dispatch(msgspec.Struct, frozen=True, gc=False):
@@ -274,7 +296,8 @@ def build_outbox_frame(
     if record.kind == Kind.DIRECT:
         parties = record.parties
     else:
-        parties = record.parties + _SEQ.pack(record.membership_version) + bytes(8)
+        audience = MEMBERS_AT_VERSION if record.audience is None else LISTED_IN_RECORD
+        parties = _GROUP_PARTIES.pack(record.parties, record.membership_version, audience)
     digest = blake3(record.message_id + parties + record_bytes).digest(8)
     flag = EPHEMERAL_FLAG if record.retention_class == RetentionClass.EPHEMERAL else 0
     header = _HEADER.pack(

@@ -27,6 +27,7 @@ from qim.domain.mailbox import NOTHING_FINISHED
 from qim.domain.placement import Placement
 from qim.errors import StoreError
 from qim.ids import BootId, SlotId, WorkerId
+from qim.memberships import Memberships
 from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, MailboxStore, OneStepCommits
 from qim.tokens import TokenVerifier
@@ -53,6 +54,9 @@ class RoleStores(Protocol):
 
     @property
     def commits(self) -> Sequence[CommitStore]: ...
+
+    @property
+    def memberships(self) -> Sequence[Memberships]: ...
 
     @property
     def mailboxes(self) -> Sequence[MailboxStore]: ...
@@ -115,7 +119,9 @@ class Roles:
             **common,
         )
         logs: dict[str, Any] = {"outbox": stores.outbox, "dispatch": stores.dispatch}
-        self.fanout = Fanout(slots=slots, stores=stores.commits, **logs, **common)
+        self.fanout = Fanout(
+            slots=slots, stores=stores.commits, memberships=stores.memberships, **logs, **common
+        )
         self.mailbox = Mailbox(
             slots=slots,
             stores=stores.mailboxes,

@@ -19,6 +19,7 @@ from qim.adapters.commits_one_step_redis import RedisOneStepCommits
 from qim.adapters.commits_redis import RedisCommitStore
 from qim.adapters.lua_scripts import LuaScripts
 from qim.adapters.mailbox_redis import RedisMailboxStore
+from qim.adapters.membership_redis import RedisMemberships
 from qim.adapters.redis_facts import StoreFacts, fetch_facts, fetch_memory, write_identity
 from qim.adapters.redis_keys import IDENTITY
 from qim.adapters.redis_pipe import RedisPipe
@@ -99,6 +100,8 @@ class Stores:
         self.instances = tuple(instances)
         self.commits = tuple(commits)
         """By core instance."""
+        self.memberships = tuple(RedisMemberships(store) for store in commits)
+        """By core instance, on the epochs of its commit store."""
         self.mailboxes = tuple(mailboxes)
         """By mailbox instance."""
         self.outbox = outbox

@@ -14,6 +14,7 @@ from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.commits_memory import CommitState, MemoryCommitStore
 from qim.adapters.commits_one_step_memory import MemoryOneStepCommits
 from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
+from qim.adapters.membership_memory import MemoryMemberships
 from qim.clock import Clock
 from qim.config import Config
 from qim.domain.placement import Placement, slot_of_bucket
@@ -153,6 +154,10 @@ class Stores:
         commits = [WatchedCommits(clock, state, boot, setting.overstep) for state in servers.commits]
         self.commits: Sequence[Any] = [
             FaultyPort(store, self.pipes[server], owner=store)
+            for store, server in zip(commits, servers.core_servers, strict=True)
+        ]
+        self.memberships: Sequence[Any] = [
+            FaultyPort(MemoryMemberships(store), self.pipes[server], owner=store)
             for store, server in zip(commits, servers.core_servers, strict=True)
         ]
         self.one_step: dict[int, Any] = {

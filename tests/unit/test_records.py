@@ -87,7 +87,23 @@ def test_group_header_carries_group_and_version() -> None:
         record_bytes=records.encode_record(group),
         identity=IDENTITY,
     )
-    assert records.parse_header(data).parties == b"g" * 16 + (3).to_bytes(8, "big") + bytes(8)
+    header = records.parse_header(data)
+    assert header.parties == b"g" * 16 + (3).to_bytes(8, "big") + bytes(8)
+    assert header.group == (b"g" * 16, 3, records.MEMBERS_AT_VERSION)
+
+
+@pytest.mark.shows("F2", "G7")
+def test_group_header_says_where_its_audience_is_listed() -> None:
+    """A reader that takes the members instead would tell a whole large group of each change."""
+    named = msgspec.structs.replace(
+        RECORD, kind=records.Kind.GROUP, parties=b"g" * 16, membership_version=3, audience=(ALICE,)
+    )
+    frame = records.build_outbox_frame(
+        bucket=BucketId(0), record=named, record_bytes=records.encode_record(named), identity=IDENTITY
+    )
+    data = records.fill_outbox_frame(frame, seq=Seq(1), record_bytes=records.encode_record(named))
+    assert data[140:148] == (1).to_bytes(8, "big")
+    assert records.parse_header(data).group == (b"g" * 16, 3, records.LISTED_IN_RECORD)
 
 
 def test_recipients_keep_their_order_also_when_it_is_not_sorted() -> None:

@@ -16,6 +16,7 @@ from qim.adapters.commitlog_memory import MemoryCommitLog
 from qim.adapters.commits_memory import CommitState, MemoryCommitStore
 from qim.adapters.commits_one_step_memory import MemoryOneStepCommits
 from qim.adapters.mailbox_memory import MailboxState, MemoryMailboxStore
+from qim.adapters.membership_memory import MemoryMemberships
 from qim.clock import ManualClock
 from qim.domain.fanout import plan_dispatches
 from qim.domain.fanout import shard_of as shard_of_tenant
@@ -235,10 +236,14 @@ class Rig:
         self.all_commits: list[Any] = [
             Faulty(MemoryCommitStore(self.clock, state)) for state in self.commit_states
         ]
+        self.all_memberships: list[Any] = [
+            Faulty(MemoryMemberships(store.inner)) for store in self.all_commits
+        ]
         self.all_mailboxes: list[Any] = [
             Faulty(MemoryMailboxStore(self.clock, state)) for state in self.mailbox_states
         ]
         self.commits, self.mailboxes = self.all_commits[0], self.all_mailboxes[0]
+        self.memberships = self.all_memberships[0]
         """The first of each; most tests have no other."""
         self.outbox: Any = Faulty(MemoryCommitLog(self.clock))
         self.dispatch: Any = Faulty(MemoryCommitLog(self.clock))
@@ -292,7 +297,12 @@ class Rig:
             **shared,
         )
         fanout = Fanout(
-            slots=slots, stores=self.all_commits, outbox=self.outbox, dispatch=self.dispatch, **shared
+            slots=slots,
+            stores=self.all_commits,
+            memberships=self.all_memberships,
+            outbox=self.outbox,
+            dispatch=self.dispatch,
+            **shared,
         )
         mailbox = Mailbox(
             slots=slots, stores=self.all_mailboxes, dispatch=self.dispatch, presence=self.presence,
