@@ -165,8 +165,9 @@ class Engine:
         )
         try:
             self._login_time = await self._next_login()
-            if transport.failure is not None:  # the line may have gone while the disk was busy
-                raise transport.failure
+            # While the disk was busy the line may have gone, or the server may have said that it has no room.
+            if end := transport.failure or transport.goodbye:
+                raise end
             transport.request(Op.AUTH, self._auth_body())
             frames = await self._first_frames(transport)
             ack = self._read_login(frames[0])
