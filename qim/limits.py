@@ -106,6 +106,8 @@ HISTORY_QUERIES_PER_CALL_MAX: Final = 8
 """Of history and mailbox pages in one call: each may carry a whole batch of bytes."""
 PAIR_CACHE_ENTRIES_MAX: Final = 65_536
 """Pairs of users whose conversation a worker remembers; about 20 MB when full. A miss costs three hashes."""
+GROUP_CACHE_ENTRIES_MAX: Final = 16_384
+"""Groups whose place, and whose version, a worker remembers; a forgotten version costs a refused attempt."""
 USER_CACHE_ENTRIES_MAX: Final = 65_536
 """Users whose shard a worker remembers; a miss costs one hash."""
 ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
@@ -162,6 +164,8 @@ GROUP_SNAPSHOT_LIFE_MS: Final = DISPATCH_PROGRESS_LIFE_MS + DAY_MS
 """From its replacement on: the longest time until the last replay of a record that names the version."""
 MEMBER_ENTRIES_PER_CALL_MAX: Final = 1_024
 """Of one HMGET: half a millisecond of the server."""
+MEMBERSHIP_RETRIES_MAX: Final = 3
+"""What a change of members overtakes, a message or a change, is planned anew so often; then 2004."""
 MEMBER_READS_MAX: Final = 3
 """A page of members that a change overtakes is read again so often; then the client is told to repeat."""
 assert CHANGE_USERS_MAX * 16 + 32 < MESSAGE_BODY_BYTES_MAX

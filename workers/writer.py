@@ -33,6 +33,7 @@ from qim.domain import writer as rules
 from qim.domain.placement import Placement, buckets_of_slot, slot_of_bucket
 from qim.errors import (
     ClientError,
+    PermissionDenied,
     ResourceExhausted,
     StoreBroken,
     StoreError,
@@ -41,7 +42,7 @@ from qim.errors import (
     Unavailable,
     Unsupported,
 )
-from qim.ids import SEQ_MAX, BucketId, Millis, Seq, SlotId, WorkerId
+from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis, Seq, SlotId, WorkerId
 from qim.limits import (
     BATCH_BYTES_MAX,
     BATCHES_IN_FLIGHT_MAX,
@@ -56,6 +57,7 @@ from qim.limits import (
     WRITER_PASS_INTERVAL_MS,
     WRITER_WAITING_MESSAGES_MAX,
 )
+from qim.memberships import Memberships
 from qim.metrics import Metrics
 from qim.ports import (
     CommitLog,
@@ -66,6 +68,7 @@ from qim.ports import (
     ReadMark,
     ReadMarkResult,
 )
+from qim.records import Kind
 from qim.wire.bodies import (
     MarkRead,
     MarkReadAck,
@@ -80,15 +83,18 @@ from qim.wire.layout import Op
 from workers.commits import NOTHING_WRITTEN, Commits, OnFatal, reply_error
 from workers.company import Company
 from workers.failpoints import Failpoints
+from workers.group_versions import GroupVersions
 from workers.inbox import Inbox
 from workers.recoverer import Recoverer
 from workers.request import Request
+from workers.subject import conversation_of
 
 log = get_logger()
 
 _SEND: Final = int(Op.SEND_MESSAGE)
 _HISTORY: Final = int(Op.PULL_HISTORY)
 _MARK_READ: Final = int(Op.MARK_READ)
+_GROUP: Final = int(Kind.GROUP)
 # Answers that never change. They are sent, never raised: an exception raised again keeps its old traces.
 _FULL: Final = ResourceExhausted("too many messages are waiting", retry_after_ms=rules.RETRY_AFTER_MS)
 _STORE_FULL: Final = ResourceExhausted("the store is nearly full", retry_after_ms=rules.RETRY_AFTER_MS)
@@ -109,6 +115,7 @@ class Writer:
         worker: WorkerId,
         placement: Placement,
         stores: Sequence[CommitStore],
+        memberships: Sequence[Memberships] = (),
         outbox: CommitLog,
         one_step: Mapping[int, OneStepCommits] = MappingProxyType({}),
         clock: Clock,
@@ -127,8 +134,10 @@ class Writer:
         self._instances: dict[int, _Instance] = {}
         for instance in sorted({placement.core_instance_of(SlotId(slot)) for slot in slots}):
             mine = [SlotId(slot) for slot in slots if placement.core_instance_of(SlotId(slot)) == instance]
+            versions = GroupVersions(memberships[instance]) if memberships else None
             commits = Commits(
                 store=stores[instance],
+                versions=versions,
                 one_step=one_step.get(instance),
                 outbox=outbox,
                 home=placement.home_partition(worker),
@@ -139,6 +148,7 @@ class Writer:
             )
             self._instances[instance] = _Instance(
                 store=stores[instance],
+                versions=versions,
                 commits=commits,
                 recoverer=Recoverer(
                     commits=commits,
@@ -190,14 +200,8 @@ class Writer:
     def _instance_of(self, request: Request) -> "_Instance":
         # With several core instances the target decides whose window a request uses, so it is read here, once
         # more than the pass does; the ordinary case is one instance per worker.
-        body = decode_body(request.opcode, request.body)
-        target = getattr(body, "target", None)
-        if target is None:
-            raise Unsupported(_UNSUPPORTED.text)
-        route = rules.route_target(
-            tenant=request.tenant, user=request.user, kind=target.kind, target=target.id
-        )
-        instance = self._instances.get(self._placement.core_instance_of(slot_of_bucket(route.bucket)))
+        bucket = conversation_of(request).bucket
+        instance = self._instances.get(self._placement.core_instance_of(slot_of_bucket(bucket)))
         if instance is None:
             raise Unavailable(NOTHING_WRITTEN.text, retry_after_ms=rules.RETRY_AFTER_MS)
         return instance
@@ -253,6 +257,7 @@ class _Instance:
         self,
         *,
         store: CommitStore,
+        versions: GroupVersions | None,
         commits: Commits,
         recoverer: Recoverer,
         clock: Clock,
@@ -274,6 +279,7 @@ class _Instance:
         """New messages are refused; everything else goes on, so that the store can empty itself."""
         self._lanes_alive = lanes
         self._store = store
+        self._versions = None if versions is None else versions.known
         self._clock = clock
         self._metrics = metrics
         self._failpoints = failpoints
@@ -312,7 +318,7 @@ class _Instance:
                 continue
             try:
                 if request.opcode == _SEND:
-                    sends.append((request, _plan_send(request, now_ms)))
+                    sends.append((request, _plan_send(request, now_ms, self._versions)))
                 elif request.opcode == _HISTORY:
                     histories.append((request, _plan_history(request)))
                 elif request.opcode == _MARK_READ:
@@ -400,7 +406,9 @@ async def _answer(
                 reply(request, query, answer)
 
 
-def _plan_send(request: Request, now_ms: Millis) -> rules.PlannedSend:
+def _plan_send(
+    request: Request, now_ms: Millis, versions: Mapping[ConversationId, int] | None
+) -> rules.PlannedSend:
     send = decode_send(request.body)
     return rules.plan_send(
         tenant=request.tenant,
@@ -414,6 +422,7 @@ def _plan_send(request: Request, now_ms: Millis) -> rules.PlannedSend:
         body=send.body,
         retention_class=send.retention_class,
         now_ms=now_ms,
+        versions=versions,
     )
 
 
@@ -447,6 +456,8 @@ def _reply_history(request: Request, query: HistoryQuery, page: HistoryPage) -> 
 
 def _plan_mark(request: Request) -> ReadMark:
     body: MarkRead = decode_body(_MARK_READ, request.body)
+    if body.target.kind == _GROUP:
+        raise PermissionDenied("no such conversation")
     route = rules.route_target(
         tenant=request.tenant, user=request.user, kind=body.target.kind, target=body.target.id
     )

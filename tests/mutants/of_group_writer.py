@@ -1,0 +1,95 @@
+"""Mutants of the writer's part in groups: messages to them, changes of members, what members read."""
+
+from typing import Final
+
+from tests.mutants.model import Change, Mutant
+
+_SENDS: Final = "tests/unit/workers/test_group_sends.py::"
+_ROUTES: Final = "tests/unit/workers/test_group_routes.py::"
+_COMMITS: Final = "workers/commits.py"
+_PLANNER: Final = "qim/domain/writer.py"
+
+_OF_SENDS: Final = (
+    Mutant(
+        "group-send-without-its-version",
+        "A message to a group is sent as if nobody had to be compared: whoever is no member sends too.",
+        ("G1", "G12"),
+        (
+            f"{_SENDS}test_who_is_no_member_any_more_is_refused_and_consumes_nothing",
+            f"{_SENDS}test_members_that_change_each_time_end_in_a_refusal_that_consumed_nothing",
+        ),
+        (
+            Change(
+                "workers/sending.py",
+                "planned.outbox_frame, planned.record.membership_version,",
+                "planned.outbox_frame, 0 * planned.record.membership_version,",
+            ),
+        ),
+    ),
+    Mutant(
+        "changed-members-are-refused-at-once",
+        "A change of members at the same moment is left to the client, although another attempt settles it.",
+        ("G1", "F-49"),
+        (f"{_SENDS}test_after_a_change_a_message_goes_to_the_new_members_and_consumes_one_sequence",),
+        (Change(_COMMITS, "for _attempt in range(MEMBERSHIP_RETRIES_MAX):", "for _attempt in range(0):"),),
+    ),
+    Mutant(
+        "one-attempt-too-many",
+        "The writer tries more often than it says while the members keep changing.",
+        ("G1", "X16"),
+        (f"{_SENDS}test_members_that_change_each_time_end_in_a_refusal_that_consumed_nothing",),
+        (
+            Change(
+                _COMMITS,
+                "for _attempt in range(MEMBERSHIP_RETRIES_MAX):",
+                "for _attempt in range(MEMBERSHIP_RETRIES_MAX + 1):",
+            ),
+        ),
+    ),
+    Mutant(
+        "retried-with-the-version-of-before",
+        "A message is tried again with the version that was refused.",
+        ("G1", "G2"),
+        (
+            f"{_SENDS}test_after_a_change_a_message_goes_to_the_new_members_and_consumes_one_sequence",
+            f"{_SENDS}test_the_retried_record_says_the_same_version_in_all_its_places",
+        ),
+        (
+            Change(
+                _PLANNER,
+                "    return planned._replace(record=record, record_bytes=record_bytes, outbox_frame=frame)\n",
+                "    del record, record_bytes, frame\n    return planned\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "group-of-another-owner",
+        "Messages to one group go to different workers, by who sends them.",
+        ("C1",),
+        (f"{_ROUTES}test_all_that_is_about_a_group_goes_to_the_owner_of_its_conversation",),
+        (
+            Change(
+                "workers/router.py",
+                "self._owner_of(route_group(request.tenant, GroupId(named)))",
+                "self._owner_of(route_direct(request.tenant, request.user, UserId(named)))",
+            ),
+        ),
+    ),
+    Mutant(
+        "groups-where-no-store-has-them",
+        "A store that cannot change members and sequence in one step takes messages to groups all the same.",
+        ("G14",),
+        (f"{_SENDS}test_without_a_store_of_groups_a_message_to_one_is_told_as_unsupported",),
+        (
+            Change(
+                _PLANNER,
+                "    if versions is None:\n"
+                '        raise Unsupported("groups are not offered by this server")\n'
+                "    return versions.get(",
+                "    return (versions or {}).get(",
+            ),
+        ),
+    ),
+)
+
+OF_GROUP_WRITER: Final = _OF_SENDS
