@@ -156,6 +156,8 @@ CHANGE_USERS_MAX: Final = 500
 """Named by one change or by CREATE_GROUP: 5 ms of the store, 15 in a group of 20,000; an event of 8 KB."""
 BROADCAST_MEMBERS_MAX: Final = 500
 """Above it only those affected are told of a change: in a large group people come and go all day."""
+GROUP_REQUESTS_WAITING_MAX: Final = 1_024
+"""Changes per lane, and reads, that wait at a writer; full: reject. That is seconds of work."""
 GROUP_NAME_BYTES_MAX: Final = 256
 """A line on a screen; the group's hash is read for every change."""
 ADMIN_REQUEST_LIFE_MS: Final = DAY_MS

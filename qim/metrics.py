@@ -252,6 +252,10 @@ class Metrics:
         int,
         Series("qim_writer_recovered_total", "counter", "Half-done messages that the recoverer finished."),
     ] = 0
+    writer_membership_events: Annotated[
+        int,
+        Series("qim_writer_membership_events_total", "counter", "Changes of members, an event each."),
+    ] = 0
     writer_membership_retries: Annotated[
         int,
         Series(

@@ -53,6 +53,7 @@ from qim.ports import (
     Committed,
     MessageKey,
     OneStepCommits,
+    Pending,
     Reserved,
     ReserveResult,
 )
@@ -265,7 +266,7 @@ class Commits:
             return True
         if outcome is Reserved.RECORDED:
             sending.repeated = True
-            return self.take_stored(sending, result.record)
+            return self._take_stored(sending, result.record)
         if outcome is Reserved.COMMITTED:
             sending.repeated = True
             self._answer_known(sending)
@@ -280,7 +281,20 @@ class Commits:
         self._give_up([sending], _REFUSALS[outcome])
         return False
 
-    def take_stored(self, sending: Sending, stored: bytes) -> bool:
+    def adopt(self, item: Pending) -> Sending | None:
+        """Takes over what is RECORDED and waited for by nobody; None: it is taken already, or unreadable."""
+        if item.key in self.in_flight or item.key in self.stops.unfinishable:
+            return None
+        sending = Sending(item.key, item.identity)
+        sending.repeated = True
+        sending.seq = item.seq
+        sending.reserved_at = item.reserved_at
+        if not self._take_stored(sending, item.record):
+            return None
+        self.in_flight[item.key] = sending
+        return sending
+
+    def _take_stored(self, sending: Sending, stored: bytes) -> bool:
         """Goes on with the bytes that were reserved first; False where they cannot be read."""
         try:
             record = decode_record(stored)

@@ -57,7 +57,7 @@ from qim.limits import (
     WRITER_PASS_INTERVAL_MS,
     WRITER_WAITING_MESSAGES_MAX,
 )
-from qim.memberships import Memberships
+from qim.memberships import ChangeResult, Memberships
 from qim.metrics import Metrics
 from qim.ports import (
     CommitLog,
@@ -83,6 +83,7 @@ from qim.wire.layout import Op
 from workers.commits import NOTHING_WRITTEN, Commits, OnFatal, reply_error
 from workers.company import Company
 from workers.failpoints import Failpoints
+from workers.group_changes import CHANGING_OPS, ChangeOrder, GroupChanges
 from workers.group_versions import GroupVersions
 from workers.inbox import Inbox
 from workers.recoverer import Recoverer
@@ -146,9 +147,21 @@ class Writer:
                 failpoints=failpoints,
                 on_fatal=on_fatal,
             )
+            changes = None
+            if versions is not None:
+                changes = GroupChanges(
+                    memberships=memberships[instance],
+                    commits=commits,
+                    versions=versions,
+                    clock=clock,
+                    metrics=metrics,
+                    failpoints=failpoints,
+                    on_fatal=on_fatal,
+                )
             self._instances[instance] = _Instance(
                 store=stores[instance],
                 versions=versions,
+                changes=changes,
                 commits=commits,
                 recoverer=Recoverer(
                     commits=commits,
@@ -176,7 +189,7 @@ class Writer:
     @property
     def waiting(self) -> int:
         """Requests not yet taken by a pass."""
-        return sum(len(instance.inbox) for instance in self._instances.values())
+        return sum(instance.waiting for instance in self._instances.values())
 
     def submit(self, request: Request) -> None:
         """Called by the router, in a callback: notes the request, or refuses it at once."""
@@ -190,7 +203,7 @@ class Writer:
             except ClientError as error:
                 reply_error(request, error)
                 return
-        if instance.is_full and request.opcode == _SEND:
+        if instance.is_full and (request.opcode == _SEND or request.opcode in CHANGING_OPS):
             self._metrics.shed_queue += 1
             reply_error(request, _STORE_FULL)
         elif not instance.inbox.offer(request, size=len(request.body)):
@@ -200,11 +213,24 @@ class Writer:
     def _instance_of(self, request: Request) -> "_Instance":
         # With several core instances the target decides whose window a request uses, so it is read here, once
         # more than the pass does; the ordinary case is one instance per worker.
-        bucket = conversation_of(request).bucket
+        return self._instance_at(conversation_of(request).bucket)
+
+    def _instance_at(self, bucket: BucketId) -> "_Instance":
         instance = self._instances.get(self._placement.core_instance_of(slot_of_bucket(bucket)))
         if instance is None:
             raise Unavailable(NOTHING_WRITTEN.text, retry_after_ms=rules.RETRY_AFTER_MS)
         return instance
+
+    async def change_members(self, order: ChangeOrder) -> ChangeResult:
+        """An operator's word, for a group of this worker. Raises the ClientError that says why not."""
+        if self._draining:
+            raise Unavailable(_DRAINING.text, retry_after_ms=rules.RETRY_AFTER_MS)
+        instance = self._instance_at(order.route.bucket)
+        if instance.changes is None:
+            raise Unsupported(_UNSUPPORTED.text)
+        if instance.is_full:
+            raise ResourceExhausted(_STORE_FULL.text, retry_after_ms=rules.RETRY_AFTER_MS)
+        return await instance.changes.change(order)
 
     async def run(self) -> None:
         """Until drained. Raises what no pass can handle; the worker then ends."""
@@ -212,6 +238,7 @@ class Writer:
             for instance in self._instances.values():
                 for _lane in range(instance.lanes):
                     tasks.create_task(instance.run_lane())
+                tasks.create_task(instance.run_groups())
             recoverer = tasks.create_task(self._run_recoverer())
             for instance in self._instances.values():
                 await instance.ended.wait()
@@ -258,6 +285,7 @@ class _Instance:
         *,
         store: CommitStore,
         versions: GroupVersions | None,
+        changes: GroupChanges | None,
         commits: Commits,
         recoverer: Recoverer,
         clock: Clock,
@@ -271,6 +299,7 @@ class _Instance:
             items_max=WRITER_WAITING_MESSAGES_MAX,
             bytes_max=WRITER_BATCH_BYTES_MAX * (WRITER_WAITING_MESSAGES_MAX // WRITER_BATCH_MESSAGES_MAX),
         )
+        self.changes = changes
         self.commits = commits
         self.recoverer = recoverer
         self.lanes = lanes
@@ -288,6 +317,11 @@ class _Instance:
         self._under_way = 0
         """Passes that have taken requests and not yet answered them."""
 
+    @property
+    def waiting(self) -> int:
+        """Requests not yet taken."""
+        return len(self.inbox) + (0 if self.changes is None else len(self.changes))
+
     async def measure(self) -> None:
         """Looks how full the store is; one that does not answer is judged by its own refusals."""
         try:
@@ -301,6 +335,15 @@ class _Instance:
             await self._pass(batch)
         self._lanes_alive -= 1
         if not self._lanes_alive:
+            if self.changes is None:
+                self.ended.set()
+            else:
+                self.changes.close()
+
+    async def run_groups(self) -> None:
+        """What is done for groups beside the passes, which hand it over; it ends behind the last of them."""
+        if self.changes is not None:
+            await self.changes.run()
             self.ended.set()
 
     async def _pass(self, batch: list[Request]) -> None:
@@ -323,6 +366,8 @@ class _Instance:
                     histories.append((request, _plan_history(request)))
                 elif request.opcode == _MARK_READ:
                     marks.append((request, _plan_mark(request)))
+                elif self.changes is not None and request.opcode in CHANGING_OPS:
+                    self.changes.submit(request)
                 else:
                     reply_error(request, _UNSUPPORTED)
             except ClientError as error:

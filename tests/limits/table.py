@@ -72,6 +72,10 @@ BOUNDS: Final[dict[str, Bound]] = {
     "PAIR_CACHE_ENTRIES_MAX": Bound(
         "forget the oldest", (f"{CACHES}test_pairs_are_remembered_up_to_the_bound_and_found_again",)
     ),
+    "GROUP_REQUESTS_WAITING_MAX": Bound(
+        "reject with RESOURCE_EXHAUSTED before any side effect",
+        ("unit/workers/test_group_changes.py::test_too_many_changes_of_a_lane_are_refused_and_the_others_are_done",),
+    ),
     "GROUP_CACHE_ENTRIES_MAX": Bound(
         "forget the oldest",
         (f"{CACHES}test_groups_are_remembered_up_to_the_bound_and_found_again",

@@ -6,7 +6,9 @@ from tests.mutants.model import Change, Mutant
 
 _SENDS: Final = "tests/unit/workers/test_group_sends.py::"
 _ROUTES: Final = "tests/unit/workers/test_group_routes.py::"
+_CHANGES: Final = "tests/unit/workers/test_group_changes.py::"
 _COMMITS: Final = "workers/commits.py"
+_CHANGER: Final = "workers/group_changes.py"
 _PLANNER: Final = "qim/domain/writer.py"
 
 _OF_SENDS: Final = (
@@ -92,4 +94,76 @@ _OF_SENDS: Final = (
     ),
 )
 
-OF_GROUP_WRITER: Final = _OF_SENDS
+_OF_CHANGES: Final = (
+    Mutant(
+        "change-told-before-the-outbox",
+        "A change is told although its event may not lie in the Outbox.",
+        ("C2",),
+        (
+            f"{_CHANGES}test_an_event_that_may_not_lie_in_the_outbox_is_told_as_unknown_and_a_repeat_settles_it",
+        ),
+        (Change(_CHANGER, "if not sending.durable:", "if sending.seq < 0:"),),
+    ),
+    Mutant(
+        "event-left-to-the-recoverer",
+        "A change is told while its event waits for the recoverer, and so do all messages behind it.",
+        ("G3", "C2"),
+        (f"{_CHANGES}test_who_leaves_is_told_the_count_and_an_event_in_the_outbox_says_so",),
+        (
+            Change(
+                _CHANGER,
+                "                    await self._finish(result.event)\n                    return result\n",
+                "                    return result\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "overtaken-change-given-up",
+        "A change that another one overtakes is the client's business.",
+        ("G1",),
+        (f"{_CHANGES}test_a_plan_that_is_overtaken_is_made_anew",),
+        (Change(_CHANGER, "in range(MEMBERSHIP_RETRIES_MAX + 1):", "in range(1):"),),
+    ),
+    Mutant(
+        "order-without-its-request",
+        "A repeated order of an operator is done again, whatever happened since.",
+        ("X11",),
+        (f"{_CHANGES}test_a_repeated_order_gets_its_first_result_whatever_happened_since",),
+        (Change(_CHANGER, "            order.request,\n", "            None,\n"),),
+    ),
+    Mutant(
+        "change-not-noted",
+        "The writer sends to the members from before a change that it has just made itself.",
+        ("G3",),
+        (f"{_CHANGES}test_who_leaves_is_told_the_count_and_an_event_in_the_outbox_says_so",),
+        (
+            Change(
+                _CHANGER,
+                "                    self._versions.note(place.conversation, result.version)\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "stale-owner-of-a-group-stays",
+        "A process that lost a slot is refused by the store and goes on serving.",
+        ("F-05",),
+        (f"{_CHANGES}test_a_stale_owner_changes_nothing_and_its_slot_is_given_up",),
+        (Change(_CHANGER, "if outcome == Changed.STALE_OWNER.value:", "if outcome == Changed.CLOCK.value:"),),
+    ),
+    Mutant(
+        "full-store-takes-changes",
+        "Groups are made and changed in a store that needs its last memory for what it took.",
+        ("F-12",),
+        (f"{_CHANGES}test_a_store_above_four_fifths_of_its_memory_refuses_changes",),
+        (
+            Change(
+                "workers/writer.py",
+                "        if instance.is_full:\n            raise ResourceExhausted(",
+                "        if instance.is_full and self._draining:\n            raise ResourceExhausted(",
+            ),
+        ),
+    ),
+)
+
+OF_GROUP_WRITER: Final = (*_OF_SENDS, *_OF_CHANGES)
