@@ -158,6 +158,8 @@ BROADCAST_MEMBERS_MAX: Final = 500
 """Above it only those affected are told of a change: in a large group people come and go all day."""
 GROUP_REQUESTS_WAITING_MAX: Final = 1_024
 """Changes per lane, and reads, that wait at a writer; full: reject. That is seconds of work."""
+GROUP_READS_AT_ONCE_MAX: Final = 32
+"""Of a writer: their pages weigh six MiB, and one connection to the store carries them all."""
 GROUP_NAME_BYTES_MAX: Final = 256
 """A line on a screen; the group's hash is read for every change."""
 ADMIN_REQUEST_LIFE_MS: Final = DAY_MS

@@ -24,7 +24,7 @@ has; it runs at the claim and every second.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from structlog import get_logger
 
@@ -33,7 +33,6 @@ from qim.domain import writer as rules
 from qim.domain.placement import Placement, buckets_of_slot, slot_of_bucket
 from qim.errors import (
     ClientError,
-    PermissionDenied,
     ResourceExhausted,
     StoreBroken,
     StoreError,
@@ -84,6 +83,7 @@ from workers.commits import NOTHING_WRITTEN, Commits, OnFatal, reply_error
 from workers.company import Company
 from workers.failpoints import Failpoints
 from workers.group_changes import CHANGING_OPS, ChangeOrder, GroupChanges
+from workers.group_reads import MEMBERS_OP, GroupReads
 from workers.group_versions import GroupVersions
 from workers.inbox import Inbox
 from workers.recoverer import Recoverer
@@ -95,7 +95,9 @@ log = get_logger()
 _SEND: Final = int(Op.SEND_MESSAGE)
 _HISTORY: Final = int(Op.PULL_HISTORY)
 _MARK_READ: Final = int(Op.MARK_READ)
+_READING_OPS: Final = frozenset({_HISTORY, _MARK_READ})
 _GROUP: Final = int(Kind.GROUP)
+_OF_GROUPS: Final = CHANGING_OPS | _READING_OPS | {MEMBERS_OP}
 # Answers that never change. They are sent, never raised: an exception raised again keeps its old traces.
 _FULL: Final = ResourceExhausted("too many messages are waiting", retry_after_ms=rules.RETRY_AFTER_MS)
 _STORE_FULL: Final = ResourceExhausted("the store is nearly full", retry_after_ms=rules.RETRY_AFTER_MS)
@@ -147,21 +149,18 @@ class Writer:
                 failpoints=failpoints,
                 on_fatal=on_fatal,
             )
-            changes = None
+            common: dict[str, Any] = {"clock": clock, "metrics": metrics, "on_fatal": on_fatal}
+            groups = None
             if versions is not None:
-                changes = GroupChanges(
-                    memberships=memberships[instance],
-                    commits=commits,
-                    versions=versions,
-                    clock=clock,
-                    metrics=metrics,
-                    failpoints=failpoints,
-                    on_fatal=on_fatal,
+                members: dict[str, Any] = {"memberships": memberships[instance], **common}
+                groups = _Groups(
+                    GroupChanges(commits=commits, versions=versions, failpoints=failpoints, **members),
+                    GroupReads(store=stores[instance], **members),
                 )
             self._instances[instance] = _Instance(
                 store=stores[instance],
                 versions=versions,
-                changes=changes,
+                groups=groups,
                 commits=commits,
                 recoverer=Recoverer(
                     commits=commits,
@@ -169,12 +168,10 @@ class Writer:
                     buckets=[BucketId(bucket) for slot in mine for bucket in buckets_of_slot(slot)],
                     metrics=metrics,
                 ),
-                clock=clock,
-                metrics=metrics,
                 failpoints=failpoints,
-                on_fatal=on_fatal,
                 company=company,
                 lanes=lanes,
+                **common,
             )
         self._only = next(iter(self._instances.values())) if len(self._instances) == 1 else None
 
@@ -226,11 +223,11 @@ class Writer:
         if self._draining:
             raise Unavailable(_DRAINING.text, retry_after_ms=rules.RETRY_AFTER_MS)
         instance = self._instance_at(order.route.bucket)
-        if instance.changes is None:
+        if instance.groups is None:
             raise Unsupported(_UNSUPPORTED.text)
         if instance.is_full:
             raise ResourceExhausted(_STORE_FULL.text, retry_after_ms=rules.RETRY_AFTER_MS)
-        return await instance.changes.change(order)
+        return await instance.groups.changes.change(order)
 
     async def run(self) -> None:
         """Until drained. Raises what no pass can handle; the worker then ends."""
@@ -277,6 +274,13 @@ class Writer:
             await self.recover_once()
 
 
+class _Groups(NamedTuple):
+    """What of groups does not travel in passes."""
+
+    changes: GroupChanges
+    reads: GroupReads
+
+
 class _Instance:
     """The window on one core instance: its inbox and the passes in flight."""
 
@@ -285,7 +289,7 @@ class _Instance:
         *,
         store: CommitStore,
         versions: GroupVersions | None,
-        changes: GroupChanges | None,
+        groups: "_Groups | None",
         commits: Commits,
         recoverer: Recoverer,
         clock: Clock,
@@ -299,7 +303,7 @@ class _Instance:
             items_max=WRITER_WAITING_MESSAGES_MAX,
             bytes_max=WRITER_BATCH_BYTES_MAX * (WRITER_WAITING_MESSAGES_MAX // WRITER_BATCH_MESSAGES_MAX),
         )
-        self.changes = changes
+        self.groups = groups
         self.commits = commits
         self.recoverer = recoverer
         self.lanes = lanes
@@ -320,7 +324,7 @@ class _Instance:
     @property
     def waiting(self) -> int:
         """Requests not yet taken."""
-        return len(self.inbox) + (0 if self.changes is None else len(self.changes))
+        return len(self.inbox) + (sum(len(role) for role in self.groups) if self.groups else 0)
 
     async def measure(self) -> None:
         """Looks how full the store is; one that does not answer is judged by its own refusals."""
@@ -335,15 +339,16 @@ class _Instance:
             await self._pass(batch)
         self._lanes_alive -= 1
         if not self._lanes_alive:
-            if self.changes is None:
+            if self.groups is None:
                 self.ended.set()
             else:
-                self.changes.close()
+                self.groups.changes.close()
+                self.groups.reads.close()
 
     async def run_groups(self) -> None:
         """What is done for groups beside the passes, which hand it over; it ends behind the last of them."""
-        if self.changes is not None:
-            await self.changes.run()
+        if self.groups is not None:
+            await asyncio.gather(self.groups.changes.run(), self.groups.reads.run())
             self.ended.set()
 
     async def _pass(self, batch: list[Request]) -> None:
@@ -362,14 +367,16 @@ class _Instance:
             try:
                 if request.opcode == _SEND:
                     sends.append((request, _plan_send(request, now_ms, self._versions)))
-                elif request.opcode == _HISTORY:
-                    histories.append((request, _plan_history(request)))
-                elif request.opcode == _MARK_READ:
-                    marks.append((request, _plan_mark(request)))
-                elif self.changes is not None and request.opcode in CHANGING_OPS:
-                    self.changes.submit(request)
+                elif request.opcode in _READING_OPS:
+                    body = decode_body(request.opcode, request.body)
+                    if body.target.kind == _GROUP:
+                        self._hand_over(request)
+                    elif request.opcode == _HISTORY:
+                        histories.append((request, _plan_history(request, body)))
+                    else:
+                        marks.append((request, _plan_mark(request, body)))
                 else:
-                    reply_error(request, _UNSUPPORTED)
+                    self._hand_over(request)
             except ClientError as error:
                 reply_error(request, error)
         self._failpoints.hit("writer.taken")
@@ -388,6 +395,13 @@ class _Instance:
         self._metrics.writer_batches += 1
         self._metrics.writer_batch_messages += len(sends)
         self._metrics.writer_pass.observe(self._clock.monotonic() - started)
+
+    def _hand_over(self, request: Request) -> None:
+        """To those who serve groups; raises what the client is told."""
+        if self.groups is None or request.opcode not in _OF_GROUPS:
+            raise Unsupported(_UNSUPPORTED.text)
+        role = self.groups.changes if request.opcode in CHANGING_OPS else self.groups.reads
+        role.submit(request)
 
     def _reply_mark(self, request: Request, mark: ReadMark, result: ReadMarkResult) -> None:
         if result.stale_owner:
@@ -471,8 +485,7 @@ def _plan_send(
     )
 
 
-def _plan_history(request: Request) -> HistoryQuery:
-    body: PullHistory = decode_body(_HISTORY, request.body)
+def _plan_history(request: Request, body: PullHistory) -> HistoryQuery:
     route = rules.plan_history(
         tenant=request.tenant,
         user=request.user,
@@ -499,10 +512,7 @@ def _reply_history(request: Request, query: HistoryQuery, page: HistoryPage) -> 
     request.origin.reply(request, frame)
 
 
-def _plan_mark(request: Request) -> ReadMark:
-    body: MarkRead = decode_body(_MARK_READ, request.body)
-    if body.target.kind == _GROUP:
-        raise PermissionDenied("no such conversation")
+def _plan_mark(request: Request, body: MarkRead) -> ReadMark:
     route = rules.route_target(
         tenant=request.tenant, user=request.user, kind=body.target.kind, target=body.target.id
     )

@@ -7,7 +7,10 @@ from tests.mutants.model import Change, Mutant
 _SENDS: Final = "tests/unit/workers/test_group_sends.py::"
 _ROUTES: Final = "tests/unit/workers/test_group_routes.py::"
 _CHANGES: Final = "tests/unit/workers/test_group_changes.py::"
+_READS: Final = "tests/unit/workers/test_group_reads.py::"
 _COMMITS: Final = "workers/commits.py"
+_READER: Final = "workers/group_reads.py"
+_DOMAIN: Final = "qim/domain/groups.py"
 _CHANGER: Final = "workers/group_changes.py"
 _PLANNER: Final = "qim/domain/writer.py"
 
@@ -166,4 +169,102 @@ _OF_CHANGES: Final = (
     ),
 )
 
-OF_GROUP_WRITER: Final = (*_OF_SENDS, *_OF_CHANGES)
+_OF_READS: Final = (
+    Mutant(
+        "history-from-before-the-join",
+        "A new member reads what was said before.",
+        ("G11", "G5"),
+        (f"{_READS}test_each_sees_the_own_interval_and_nothing_beside_it",),
+        (Change(_DOMAIN, "if item[0] > joined_at]", "if item[0] + joined_at]"),),
+    ),
+    Mutant(
+        "history-after-the-leaving",
+        "Who left reads on.",
+        ("G11", "G6", "T6"),
+        (f"{_READS}test_each_sees_the_own_interval_and_nothing_beside_it",),
+        (
+            Change(
+                _DOMAIN,
+                "before = min(before_seq, left_at) if before_seq and left_at else before_seq or left_at",
+                "before = before_seq if left_at >= 0 else left_at",
+            ),
+        ),
+    ),
+    Mutant(
+        "head-of-who-left",
+        "Who left is told how much was said since.",
+        ("G11",),
+        (f"{_READS}test_each_sees_the_own_interval_and_nothing_beside_it",),
+        (
+            Change(
+                _READER,
+                "rules.upper_visible(page.head_seq, left_at=interval.left_at)",
+                "rules.upper_visible(page.head_seq, left_at=Seq(0))",
+            ),
+        ),
+    ),
+    Mutant(
+        "interval-read-once",
+        "A page is shown by the interval from before it was read: a removal in between shows too much.",
+        ("G6", "G12", "F-49"),
+        (
+            f"{_READS}test_a_removal_while_a_page_is_read_shows_nothing_of_what_comes_after_it",
+            f"{_READS}test_a_removal_while_members_are_read_refuses_the_list",
+        ),
+        (Change(_READER, "            if behind == interval:\n", "            if behind is not None:\n"),),
+    ),
+    Mutant(
+        "list-for-who-is-gone",
+        "Who left a group is told its members.",
+        ("G12",),
+        (f"{_READS}test_who_is_gone_gets_no_list",),
+        (Change(_READER, "if interval.state is not MemberState.MEMBER:", "if interval.state is None:"),),
+    ),
+    Mutant(
+        "stranger-told-that-a-group-exists",
+        "Who was never in a group gets another answer than for a group that does not exist.",
+        ("G11", "F-48", "T7"),
+        (f"{_READS}test_a_stranger_gets_one_answer_for_every_question_and_every_group",),
+        (
+            Change(
+                _READER,
+                "        if interval is None:\n            raise PermissionDenied(",
+                "        if interval is None and (await self._memberships.load_groups([place]))[0]:\n"
+                '            raise PermissionDenied("not a member")\n'
+                "        if interval is None:\n            raise PermissionDenied(",
+            ),
+        ),
+    ),
+    Mutant(
+        "unread-of-who-left",
+        "Unread counts on for who left.",
+        ("S9",),
+        (f"{_READS}test_a_mark_ends_with_what_is_visible_and_counts_no_events",),
+        (Change(_READER, "Seq(interval.left_at - 1) if interval.left_at else None", "None"),),
+    ),
+    Mutant(
+        "unread-from-before-the-join",
+        "What was said before a user came counts as unread.",
+        ("S9", "X2"),
+        (
+            f"{_READS}test_a_mark_ends_with_what_is_visible_and_counts_no_events",
+            f"{_READS}test_behind_a_rejoin_only_what_followed_is_unread",
+        ),
+        (
+            Change(
+                _DOMAIN,
+                "    return max(read_seq, joined_at)\n",
+                "    return max(read_seq, Seq(0 * joined_at))\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "mark-without-its-upper-bound",
+        "The script marks and counts beyond what who left may see.",
+        ("S9", "G6"),
+        ("tests/lua/test_mark_read.py::test_who_left_reads_and_counts_up_to_the_last_visible_sequence",),
+        (Change("lua/mark_read.lua", "if upper ~= '' then", "if upper == '-' then"),),
+    ),
+)
+
+OF_GROUP_WRITER: Final = (*_OF_SENDS, *_OF_CHANGES, *_OF_READS)
