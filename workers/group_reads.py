@@ -195,6 +195,13 @@ class GroupReads:
         told = MarkReadAck(place.conversation, result.read_seq, result.unread)
         return build_message(Op.MARK_READ_ACK, request.request_id, told)
 
+    async def list_members(self, query: MemberQuery) -> MemberPage:
+        """Whoever asks: for an operator."""
+        (page,) = await self._memberships.load_members([query])
+        if page is None:
+            raise PermissionDenied(REFUSALS["not_member"].text)
+        return page
+
     # --- who may see it ------------------------------------------------------------------------------
 
     async def _read_visible(

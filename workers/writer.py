@@ -30,6 +30,7 @@ from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain import writer as rules
+from qim.domain.groups import GroupRoute
 from qim.domain.placement import Placement, buckets_of_slot, slot_of_bucket
 from qim.errors import (
     ClientError,
@@ -41,7 +42,7 @@ from qim.errors import (
     Unavailable,
     Unsupported,
 )
-from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis, Seq, SlotId, WorkerId
+from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis, Seq, SlotId, TenantId, UserId, WorkerId
 from qim.limits import (
     BATCH_BYTES_MAX,
     BATCHES_IN_FLIGHT_MAX,
@@ -56,7 +57,7 @@ from qim.limits import (
     WRITER_PASS_INTERVAL_MS,
     WRITER_WAITING_MESSAGES_MAX,
 )
-from qim.memberships import ChangeResult, Memberships
+from qim.memberships import ChangeResult, GroupPlace, MemberPage, MemberQuery, Memberships
 from qim.metrics import Metrics
 from qim.ports import (
     CommitLog,
@@ -228,6 +229,16 @@ class Writer:
         if instance.is_full:
             raise ResourceExhausted(_STORE_FULL.text, retry_after_ms=rules.RETRY_AFTER_MS)
         return await instance.groups.changes.change(order)
+
+    async def list_members(
+        self, tenant: TenantId, route: GroupRoute, *, after: UserId, entries_max: int
+    ) -> MemberPage:
+        """For an operator, who need not be a member. Raises what says why not."""
+        instance = self._instance_at(route.bucket)
+        if instance.groups is None:
+            raise Unsupported(_UNSUPPORTED.text)
+        place = GroupPlace(route.bucket, tenant, route.conversation)
+        return await instance.groups.reads.list_members(MemberQuery(place, after, entries_max))
 
     async def run(self) -> None:
         """Until drained. Raises what no pass can handle; the worker then ends."""

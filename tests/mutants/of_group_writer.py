@@ -8,6 +8,8 @@ _SENDS: Final = "tests/unit/workers/test_group_sends.py::"
 _ROUTES: Final = "tests/unit/workers/test_group_routes.py::"
 _CHANGES: Final = "tests/unit/workers/test_group_changes.py::"
 _READS: Final = "tests/unit/workers/test_group_reads.py::"
+_OPERATOR: Final = "tests/unit/workers/test_operator_groups.py::"
+_CTL: Final = "tests/unit/ctl/test_membership.py::"
 _COMMITS: Final = "workers/commits.py"
 _READER: Final = "workers/group_reads.py"
 _DOMAIN: Final = "qim/domain/groups.py"
@@ -267,4 +269,25 @@ _OF_READS: Final = (
     ),
 )
 
-OF_GROUP_WRITER: Final = (*_OF_SENDS, *_OF_CHANGES, *_OF_READS)
+_OF_OPERATORS: Final = (
+    Mutant(
+        "unknown-order-told-as-no",
+        "An operator is told that nothing was done, while the members may have changed.",
+        ("X11",),
+        (f"{_OPERATOR}test_an_unknown_outcome_is_told_as_one_and_the_same_command_settles_it",),
+        (Change("workers/operator_groups.py", "    if error.retryable:\n", "    if error.reconnect:\n"),),
+    ),
+    Mutant(
+        "one-request-id-for-all-orders",
+        "Every order without a request id has the same one: the second is taken for a repeat of the first.",
+        ("X11",),
+        (f"{_CTL}test_a_request_id_is_named_before_the_answer_so_that_a_lost_one_can_be_repeated",),
+        (
+            Change(
+                "qim/ctl/cli.py", "request_id = urandom(16).hex()", "request_id = urandom(0).hex() + 32 * '0'"
+            ),
+        ),
+    ),
+)
+
+OF_GROUP_WRITER: Final = (*_OF_SENDS, *_OF_CHANGES, *_OF_READS, *_OF_OPERATORS)
