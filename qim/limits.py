@@ -120,6 +120,16 @@ FANOUT_POSITION_INTERVAL_MS: Final = 100
 """How often positions are stored: so much a restart dispatches again, for a quarter of the calls."""
 FANOUT_BATCH_RECORDS_MAX: Final = 512
 """As many as a pass of the writer: the fan-out must not fall behind it."""
+PART_RECIPIENTS_MAX: Final = 4_096
+"""Of one dispatch record: 64 KB of recipients, as much as the largest body, and 64 calls of the mailbox."""
+GROUP_SHARD_PARTS_MAX: Final = 128
+"""Of one message and shard: a part number is a byte, and its highest bit marks what was redelivered."""
+SNAPSHOTS_PER_PLAN_MAX: Final = 16
+"""Groups whose members are asked for at once: with 20,000 members each, 5 MB of an answer."""
+SNAPSHOT_USERS_REMEMBERED_MAX: Final = 262_144
+"""Members at the versions used last, per process, about 15 MB: an active group is read once per version."""
+DISPATCH_BYTES_MAX: Final = 8_388_608
+"""Of one append with groups, or one record: 64 shards hold a body 64 times, a direct message only twice."""
 
 # --- mailbox -----------------------------------------------------------------------------------------
 MAILBOX_BATCH_RECORDS_MAX: Final = 512
@@ -160,6 +170,8 @@ GROUP_REQUESTS_WAITING_MAX: Final = 1_024
 """Changes per lane, and reads, that wait at a writer; full: reject. That is seconds of work."""
 GROUP_READS_AT_ONCE_MAX: Final = 32
 """Of a writer: their pages weigh six MiB, and one connection to the store carries them all."""
+GROUP_MEMBERS_MAX: Final = GROUP_SHARD_PARTS_MAX * PART_RECIPIENTS_MAX
+"""No change makes a group larger: all members might live in one shard, whose parts have so many numbers."""
 GROUP_NAME_BYTES_MAX: Final = 256
 """A line on a screen; the group's hash is read for every change."""
 ADMIN_REQUEST_LIFE_MS: Final = DAY_MS
@@ -172,6 +184,7 @@ MEMBERSHIP_RETRIES_MAX: Final = 3
 """What a change of members overtakes, a message or a change, is planned anew so often; then 2004."""
 MEMBER_READS_MAX: Final = 3
 """A page of members that a change overtakes is read again so often; then the client is told to repeat."""
+assert CHANGE_USERS_MAX < GROUP_MEMBERS_MAX
 assert CHANGE_USERS_MAX * 16 + 32 < MESSAGE_BODY_BYTES_MAX
 assert (CHANGE_USERS_MAX + BROADCAST_MEMBERS_MAX) * 20 < MESSAGE_BODY_BYTES_MAX
 

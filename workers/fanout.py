@@ -19,6 +19,11 @@ its place when a record cannot be planned or its position lies outside the log; 
 operator answers with `retry` or, for one named record, with `skip`. Nothing is ever skipped by itself, and no
 skip is taken while records before it are still on their way.
 
+Members of a group are asked for before its records are planned (`workers/audiences.py`); a batch without
+groups waits for nobody. A batch with groups goes out in pieces, because one of its records may become 64
+times as large. While the store with the members is away, the planner waits; members that are not there stop
+the partition like any record that cannot be planned.
+
 A dispatch partition that takes nothing is left out and noted in `workers/missed.py`; the others go on, and
 the positions behind which it misses something wait for it.
 
@@ -35,7 +40,15 @@ from typing import Final, NamedTuple
 from structlog import get_logger
 
 from qim.clock import Clock
-from qim.domain.fanout import PlannedDispatch, plan_dispatches
+from qim.domain.fanout import (
+    NO_SNAPSHOTS,
+    PlannedDispatch,
+    Snapshots,
+    cut_by_bytes,
+    cut_by_snapshots,
+    is_of_group,
+    plan_dispatches,
+)
 from qim.domain.mailbox import READ_AGAIN_MS, backoff_ms, is_news
 from qim.domain.placement import Placement
 from qim.errors import (
@@ -56,8 +69,10 @@ from qim.limits import (
     LOG_READ_BYTES_MAX,
     SCRIPT_RUN_ITEMS_MAX,
 )
+from qim.memberships import Memberships
 from qim.metrics import Metrics
 from qim.ports import CommitLog, CommitStore, LogReader, LogRecord
+from workers.audiences import Audiences
 from workers.commits import OnFatal
 from workers.company import Company
 from workers.failpoints import Failpoints
@@ -102,6 +117,7 @@ class Fanout:
         slots: Sequence[SlotId],
         placement: Placement,
         stores: Sequence[CommitStore],
+        memberships: Sequence[Memberships],
         outbox: CommitLog,
         dispatch: CommitLog,
         clock: Clock,
@@ -127,7 +143,14 @@ class Fanout:
         self._planned: dict[SlotId, Offset] = {}
         self._reached: dict[SlotId, Offset] = {}
         """Last offset of every partition whose dispatches are durable, or missed by a broken partition."""
-        self._missed = Missed(outbox=outbox, dispatch=dispatch, planned=self._planned, metrics=metrics)
+        self._audiences = Audiences(placement=placement, memberships=memberships)
+        self._missed = Missed(
+            outbox=outbox,
+            dispatch=dispatch,
+            audiences=self._audiences,
+            planned=self._planned,
+            metrics=metrics,
+        )
         self.positions: dict[SlotId, Offset] = {}
         """Last finished offset of every partition that could be opened."""
         self.stopped: dict[SlotId, Stopped] = {}
@@ -223,15 +246,45 @@ class Fanout:
                     failed = 0
                     if not batch:
                         return
-            self._issued.put_nowait(self._issue(batch))
+            if any(is_of_group(data) for _partition, _offset, data in batch):
+                await self._issue_in_pieces(batch)
+            else:
+                self._issued.put_nowait(self._issue(batch, NO_SNAPSHOTS))
             if len(batch) < SCRIPT_RUN_ITEMS_MAX:
                 await asyncio.sleep(FANOUT_PASS_INTERVAL_MS / 1000)
                 await self._company.join()
 
-    def _issue(self, batch: Sequence[LogRecord]) -> Issued:
-        """Plans a batch and issues its append; nothing is awaited between reading and issuing."""
+    async def _issue_in_pieces(self, batch: Sequence[LogRecord]) -> None:
+        """Waits for members and for room. What a partition holds behind a record that stopped it is left out.
+
+        It may have been resumed meanwhile: then it is read again from that record on.
+        """
+        stopped: set[SlotId] = set()
+        for few_groups in cut_by_snapshots(batch):
+            snapshots = await self._load_snapshots(few_groups)
+            for piece in cut_by_bytes(few_groups, snapshots):
+                left = [record for record in piece if record.partition not in stopped]
+                self._issued.put_nowait(self._issue(left, snapshots))
+                stopped |= self.stopped.keys()
+                await self._room.acquire()
+        self._room.release()
+
+    async def _load_snapshots(self, records: Sequence[LogRecord]) -> Snapshots:
+        """Until the stores answer: a record is never planned without its members."""
+        failed = 0
+        while True:
+            try:
+                return await self._audiences.load(record.data for record in records)
+            except StoreError as error:
+                failed += 1
+                if is_news(failed):
+                    log.warning("members_not_loaded", role=GROUP, attempts=failed, reason=str(error))
+                await asyncio.sleep(backoff_ms(failed) / 1000)
+
+    def _issue(self, batch: Sequence[LogRecord], snapshots: Snapshots) -> Issued:
+        """Plans records and issues their append; nothing is awaited between the two."""
         started = self._clock.monotonic()
-        dispatches, reached = self._plan(batch)
+        dispatches, reached = self._plan(batch, snapshots)
         self._failpoints.hit("fanout.planned")
         if self._missed.broken:
             dispatches = self._missed.leave_out(dispatches, batch)
@@ -259,14 +312,16 @@ class Fanout:
             await self._company.join()
             await self._store_reached(failed)
 
-    def _plan(self, batch: Sequence[LogRecord]) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:
+    def _plan(
+        self, batch: Sequence[LogRecord], snapshots: Snapshots
+    ) -> tuple[list[PlannedDispatch], dict[SlotId, Offset]]:
         dispatches: list[PlannedDispatch] = []
         reached: dict[SlotId, Offset] = {}
         for partition, offset, data in batch:
             if partition in self.stopped:
                 continue
             try:
-                dispatches += plan_dispatches(data)
+                dispatches += plan_dispatches(data, snapshots)
             except RecordCorrupt as error:
                 self._stop(partition, offset, str(error))
             else:
@@ -379,6 +434,7 @@ class Fanout:
         await self._store_skip(slot, self._missed.cap(slot, offset))
         stopped = self._stopped_at_record(slot, offset)
         log.warning("record_skipped", role=GROUP, slot=slot, offset=offset, reason=stopped.reason)
+        self._missed.give_up(slot, offset)
         self._reached[slot] = self._planned[slot] = offset
         self._resume(slot, stopped, offset)
         return self.positions[slot] >= offset

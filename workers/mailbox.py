@@ -26,6 +26,7 @@ from qim.domain.fanout import shard_of
 from qim.domain.placement import Placement
 from qim.errors import FailedPrecondition, RecordCorrupt, StoreError
 from qim.ids import MailboxSeq, Millis, Offset, SlotId, TenantId
+from qim.limits import GROUP_SHARD_PARTS_MAX
 from qim.metrics import Metrics
 from qim.ports import CommitLog, LogRecord, MailboxStore, MailboxWrite, Materialised
 from qim.records import HEADER_BYTES, build_dispatch_record, parse_dispatch_record
@@ -44,6 +45,7 @@ log = get_logger()
 DRAIN_POLL_SECONDS: Final = 0.02
 REDELIVERED_PART: Final = 0x80
 """Marks the part of a redelivered dispatch: it needs an id of its own beside the skipped one."""
+assert GROUP_SHARD_PARTS_MAX <= REDELIVERED_PART
 
 
 class _Instance:

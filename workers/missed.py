@@ -10,23 +10,31 @@ No record is kept in memory, only places: at most one offset per broken partitio
 mender tries again, with growing pauses and without an operator: it reads the Outbox from the noted place,
 plans again what belongs to the broken partition, appends it, and when it has come up with the planner the
 partition takes part again. Records that the fan-out could not plan were stopped at, so one that cannot be
-planned here was given up by an operator.
+planned here was given up by an operator. Not so a group message whose members have gone since: unless it was
+given up, the partition stays broken, because nothing else says whom it would pass over.
 
 State: owned by the fan-out's loop, lost with it. When the store dies, an attempt fails and is repeated.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from structlog import get_logger
 
-from qim.domain.fanout import PlannedDispatch, plan_dispatches
+from qim.domain.fanout import (
+    NO_SNAPSHOTS,
+    PlannedDispatch,
+    Snapshots,
+    plan_dispatches,
+    snapshot_of,
+)
 from qim.domain.mailbox import backoff_ms
-from qim.errors import RecordCorrupt, StoreError
+from qim.errors import RecordCorrupt, StoreBroken, StoreError
 from qim.ids import Offset, SlotId
 from qim.metrics import Metrics
 from qim.ports import CommitLog, LogRecord
+from workers.audiences import Audiences
 
 log = get_logger()
 
@@ -41,16 +49,20 @@ class Missed:
         *,
         outbox: CommitLog,
         dispatch: CommitLog,
+        audiences: Audiences,
         planned: Mapping[SlotId, Offset],
         metrics: Metrics,
     ) -> None:
         self._outbox = outbox
         self._dispatch = dispatch
+        self._audiences = audiences
         self._planned = planned
         """Newest offset of each Outbox partition that the fan-out has planned."""
         self._metrics = metrics
         self._places: dict[SlotId, dict[SlotId, Offset]] = {}
         """Broken dispatch partition → Outbox partition → offset of the first record that it misses."""
+        self._given_up: set[tuple[SlotId, Offset]] = set()
+        """Records that an operator skipped since all partitions were whole the last time."""
         self._someone_misses = asyncio.Event()
         self.broken: dict[SlotId, str] = {}
         """Why each of them is left out."""
@@ -75,10 +87,14 @@ class Missed:
                 self._note_places(shard, batch)
         return kept
 
+    def give_up(self, partition: SlotId, offset: Offset) -> None:
+        """An operator has skipped the record: nobody misses it."""
+        self._given_up.add((partition, offset))
+
     def _note_places(self, shard: SlotId, batch: Iterable[LogRecord]) -> None:
         places = self._places[shard]
         for partition, offset, data in batch:
-            if offset < places.get(partition, Offset(offset + 1)) and _dispatches_to(shard, data):
+            if offset < places.get(partition, Offset(offset + 1)) and _may_dispatch_to(shard, data):
                 places[partition] = offset
 
     def cap(self, partition: SlotId, reached: Offset) -> Offset:
@@ -102,14 +118,20 @@ class Missed:
 
     async def _catch_up(self, shard: SlotId) -> None:
         places = self._places[shard]
-        while behind := [slot for slot, first in places.items() if first <= self._planned[slot]]:
+        while behind := [slot for slot, first in places.items() if self._is_planned(slot, first)]:
             for partition in behind:
                 if not await self._append_some(shard, partition):
                     return
         # Nothing is awaited since the planner was found to be caught up with: it misses nothing any more.
         del self._places[shard], self.broken[shard]
+        if not self.broken:
+            self._given_up.clear()
         self._metrics.slot_stopped[shard] -= 1
         log.info("slot_resumed", role="fanout", dispatch=shard)
+
+    def _is_planned(self, partition: SlotId, offset: Offset) -> bool:
+        """A partition whose first record cannot be planned has none that was."""
+        return partition in self._planned and offset <= self._planned[partition]
 
     async def _append_some(self, shard: SlotId, partition: SlotId) -> bool:
         places = self._places[shard]
@@ -119,7 +141,8 @@ class Missed:
             records = [record for record in found if record.offset <= last]
             if not records or records[0].offset != first:
                 return False
-            wanted = [item for record in records for item in _dispatches_to(shard, record.data)]
+            snapshots = await self._audiences.load(record.data for record in records)
+            wanted = [item for record in records for item in self._dispatches_to(shard, record, snapshots)]
             if wanted and None in await self._dispatch.append(wanted):
                 return False
         except StoreError:
@@ -128,9 +151,25 @@ class Missed:
             places[partition] = Offset(records[-1].offset + 1)
         return True
 
+    def _dispatches_to(
+        self, shard: SlotId, record: LogRecord, snapshots: Snapshots
+    ) -> Iterator[PlannedDispatch]:
+        """Raises StoreBroken for a group message that was planned and now lacks its members."""
+        snapshot = snapshot_of(record.data)
+        if snapshot is not None and snapshot not in snapshots:
+            if (record.partition, record.offset) not in self._given_up:
+                raise StoreBroken(f"the members at version {snapshot.version} cannot be read any more")
+            return
+        yield from (item for item in _plan(record.data, snapshots) if item.shard == shard)
 
-def _dispatches_to(shard: SlotId, data: bytes) -> list[PlannedDispatch]:
+
+def _may_dispatch_to(shard: SlotId, data: bytes) -> bool:
+    """Of a group message true: its members are not at hand, and a place too early does no harm."""
+    return snapshot_of(data) is not None or any(item.shard == shard for item in _plan(data, NO_SNAPSHOTS))
+
+
+def _plan(data: bytes, snapshots: Snapshots) -> Iterable[PlannedDispatch]:
     try:
-        return [item for item in plan_dispatches(data) if item.shard == shard]
+        return plan_dispatches(data, snapshots)
     except RecordCorrupt:
-        return []
+        return ()

@@ -120,7 +120,9 @@ class Roles:
             **common,
         )
         logs: dict[str, Any] = {"outbox": stores.outbox, "dispatch": stores.dispatch}
-        self.fanout = Fanout(slots=slots, stores=stores.commits, **logs, **common)
+        self.fanout = Fanout(
+            slots=slots, stores=stores.commits, memberships=stores.memberships, **logs, **common
+        )
         self.mailbox = Mailbox(
             slots=slots,
             stores=stores.mailboxes,

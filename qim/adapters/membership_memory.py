@@ -21,7 +21,7 @@ from qim.adapters.commits_memory import (
 )
 from qim.adapters.ownership_memory import done
 from qim.errors import StoreBroken
-from qim.ids import SEQ_MAX, Millis, Seq, UserId
+from qim.ids import SEQ_MAX, Millis, Seq, SlotId, UserId
 from qim.limits import ADMIN_REQUEST_LIFE_MS, CLOCK_SKEW_MS_MAX
 from qim.memberships import (
     Changed,
@@ -254,9 +254,7 @@ def _count(group: GroupState) -> int:
 
 
 def _snapshot(group: GroupState, version: int) -> Snapshot:
-    members = sorted(group.snapshots[version])
-    shards = dict.fromkeys(member.shard for member in members)
-    return Snapshot(
-        version,
-        {shard: tuple(member.user for member in members if member.shard == shard) for shard in shards},
-    )
+    shards: dict[SlotId, list[UserId]] = {}
+    for member in sorted(group.snapshots[version]):
+        shards.setdefault(member.shard, []).append(member.user)
+    return Snapshot(version, {shard: tuple(users) for shard, users in shards.items()})

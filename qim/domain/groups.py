@@ -42,7 +42,7 @@ from qim.ids import (
     TenantId,
     UserId,
 )
-from qim.limits import BROADCAST_MEMBERS_MAX, CHANGE_USERS_MAX, GROUP_NAME_BYTES_MAX
+from qim.limits import BROADCAST_MEMBERS_MAX, CHANGE_USERS_MAX, GROUP_MEMBERS_MAX, GROUP_NAME_BYTES_MAX
 from qim.records import (
     RECORD_VERSION,
     Kind,
@@ -289,6 +289,8 @@ def plan_change(
     if not changed:
         return PlannedChange((), membership.owner, None)
     after = {*membership.members, *changed} if op is MembershipOp.JOIN else {*membership.members} - {*changed}
+    if op is MembershipOp.JOIN and len(after) > GROUP_MEMBERS_MAX:
+        raise FailedPrecondition(f"a group has at most {GROUP_MEMBERS_MAX} members")
     owner_after = _owner_after(membership, after, successor)
     sender = actor if op is MembershipOp.LEAVE else membership.owner
     audience = audience_of_event(after, changed, broadcast_members_max=broadcast_members_max)

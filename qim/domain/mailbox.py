@@ -12,6 +12,7 @@ fails closed: reading on would skip records that nobody delivered, or deliver wh
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, Protocol, TypeVar
 
 from blake3 import blake3
@@ -19,7 +20,7 @@ from blake3 import blake3
 from qim.domain.fanout import shard_of
 from qim.errors import RecordCorrupt
 from qim.ids import MAILBOX_SEQ_MAX, DispatchId, MailboxSeq, Offset, SlotId, UserId
-from qim.limits import FUSED_RECIPIENTS_MAX, FUSED_RUN_ENTRIES_MAX, ROLE_BACKOFF_MS
+from qim.limits import FUSED_RECIPIENTS_MAX, FUSED_RUN_ENTRIES_MAX, PART_RECIPIENTS_MAX, ROLE_BACKOFF_MS
 from qim.records import Dispatch, Kind, check_entry, parse_dispatch_record
 
 
@@ -61,9 +62,10 @@ def read_dispatch(data: bytes, partition: SlotId) -> Dispatch:
     header = dispatch.header
     if dispatch.shard != partition:
         raise RecordCorrupt(f"record of shard {dispatch.shard} in partition {partition}")
-    if header.kind != _DIRECT:
-        raise RecordCorrupt(f"no delivery for a conversation of kind {header.kind}")
     check_entry(header, dispatch.entry)
+    if header.kind != _DIRECT:
+        _check_recipients(dispatch)
+        return dispatch
     parties = header.parties
     for user in dispatch.recipients:
         is_party = user == parties[:16] or user == parties[16:]
@@ -72,6 +74,18 @@ def read_dispatch(data: bytes, partition: SlotId) -> Dispatch:
     if len(dispatch.recipients) == 2 and dispatch.recipients[0] >= dispatch.recipients[1]:
         raise RecordCorrupt("recipients are not in order")
     return dispatch
+
+
+def _check_recipients(dispatch: Dispatch) -> None:
+    """Of a group message. Whether they are members was decided where it was planned."""
+    recipients = dispatch.recipients
+    if len(recipients) > PART_RECIPIENTS_MAX:
+        raise RecordCorrupt(f"{len(recipients)} recipients in one part")
+    if any(one >= next_one for one, next_one in pairwise(recipients)):
+        raise RecordCorrupt("recipients are not in order, or not each once")
+    tenant = dispatch.header.tenant
+    if any(shard_of(tenant, user) != dispatch.shard for user in recipients):
+        raise RecordCorrupt("a recipient lives in another shard")
 
 
 def identify(data: bytes) -> tuple[DispatchId, bytes]:

@@ -85,6 +85,15 @@ BOUNDS: Final[dict[str, Bound]] = {
     "USER_CACHE_ENTRIES_MAX": Bound(
         "forget the oldest", (f"{CACHES}test_users_are_remembered_up_to_the_bound_and_found_again",)
     ),
+    # --- groups ---
+    "SNAPSHOT_USERS_REMEMBERED_MAX": Bound(
+        "forget the oldest",
+        ("unit/workers/test_audiences.py::test_members_are_remembered_up_to_the_bound_and_asked_for_again",),
+    ),
+    "GROUP_MEMBERS_MAX": Bound(
+        "the change is refused with FAILED_PRECONDITION",
+        ("unit/test_group_rules.py::test_a_group_grows_to_its_bound_and_no_further",),
+    ),
     # --- mailbox ---
     "MAILBOX_QUEUE_RECORDS_MAX": Bound(
         "pause that partition only",
@@ -201,12 +210,14 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
         "TOKEN_BYTES_MAX", "CLIENT_NAME_BYTES_MAX", "BATCH_BYTES_MAX", "PAGE_ENTRIES_MAX",
         "READ_BUFFER_BYTES", "LINK_BODY_BYTES_MAX", "LINK_PUSH_TARGETS_MAX", "FUSED_RECIPIENTS_MAX",
         "CONTROL_MESSAGE_BYTES_MAX", "GROUP_NAME_BYTES_MAX", "CHANGE_USERS_MAX", "BROADCAST_MEMBERS_MAX",
+        "PART_RECIPIENTS_MAX", "GROUP_SHARD_PARTS_MAX",
     ),
     STEP: (
         "WRITER_BATCH_MESSAGES_MAX", "WRITER_BATCH_BYTES_MAX", "SCRIPT_RUN_ITEMS_MAX",
         "HISTORY_QUERIES_PER_CALL_MAX", "FANOUT_BATCH_RECORDS_MAX", "MAILBOX_BATCH_RECORDS_MAX",
         "FUSED_RUN_ENTRIES_MAX", "APPEND_ENTRIES_MAX", "PRESENCE_READS_MAX", "MEMBER_ENTRIES_PER_CALL_MAX",
-        "MEMBER_READS_MAX", "MEMBERSHIP_RETRIES_MAX", "GROUP_READS_AT_ONCE_MAX",
+        "MEMBER_READS_MAX", "MEMBERSHIP_RETRIES_MAX", "GROUP_READS_AT_ONCE_MAX", "SNAPSHOTS_PER_PLAN_MAX",
+        "DISPATCH_BYTES_MAX",
     ),
     TIME: (
         "TLS_HANDSHAKE_TIMEOUT_MS", "AUTH_TIMEOUT_MS", "PING_INTERVAL_MS", "CONNECTION_SILENCE_MS_MAX",
@@ -321,6 +332,7 @@ HOLDERS: Final[dict[str, str]] = {
     "workers/link.py Links._unnamed": "LINK_HELLO_TIMEOUT_MS",
     "workers/mailbox.py Mailbox._instances": PER_SLOT,
     "workers/mailbox.py Mailbox._loops": OF_CODE,
+    "workers/missed.py Missed._given_up": "one per record that an operator skips",
     "workers/missed.py Missed._places": PER_SLOT,
     "workers/missed.py Missed.broken": PER_SLOT,
     "workers/company.py Company._waiting": "tasks",

@@ -20,7 +20,7 @@ from qim.limits import (
     USER_CACHE_ENTRIES_MAX,
 )
 from qim.records import _read_header, parse_header
-from tests.unit.workers.group_rig import PLACE, create_group
+from tests.unit.workers.group_calls import PLACE, create_group
 from tests.unit.workers.rig import Rig, build_outbox
 from workers.group_versions import GroupVersions
 from workers.router import OwnerCache

@@ -19,7 +19,8 @@ UNIT = re.compile(
 )
 WITHOUT_UNIT = {
     "SLOTS", "BUCKETS", "BUCKETS_PER_SLOT", "ROUTES_MAX", "PULLS_WAITING_MAX", "BATCHES_IN_FLIGHT_MAX",
-    "FLAPPING_DEATHS", "RESTART_JITTER", "EPHEMERAL_LIFE_MS",
+    "FLAPPING_DEATHS", "RESTART_JITTER", "EPHEMERAL_LIFE_MS", "GROUP_SHARD_PARTS_MAX",
+    "SNAPSHOTS_PER_PLAN_MAX",
 }  # fmt: skip
 """Their name is the thing that is counted, or a share of one."""
 

@@ -207,7 +207,7 @@ class Owner:
 
 def build_fanout(parts: Parts, failpoints: Failpoints) -> Fanout:
     return Fanout(
-        slots=ALL_SLOTS, placement=PLACEMENT, stores=[parts.commits], outbox=parts.outbox,
+        slots=ALL_SLOTS, placement=PLACEMENT, stores=[parts.commits], memberships=[], outbox=parts.outbox,
         dispatch=parts.dispatch, clock=SystemClock(), metrics=Metrics(), failpoints=failpoints,
         on_fatal=lambda slot: None,
     )  # fmt: skip

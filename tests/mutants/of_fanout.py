@@ -14,7 +14,7 @@ OF_FANOUT: Final = (
         "A replay of a record gives other bytes than the first time, so its deliveries are new ones.",
         ("F1",),
         (_PLANNER,),
-        (Change(_PLAN, "shard=shard, part=0,", "shard=shard, part=shard_of.cache_info().hits % 7,"),),
+        (Change(_PLAN, "shard=shard, part=part,", "shard=shard, part=shard_of.cache_info().hits % 7,"),),
     ),
     Mutant(
         "no-copy-for-the-sender",

@@ -374,4 +374,176 @@ _OF_THE_REST: Final = (
     ),
 )
 
-OF_GROUPS: Final = (*_OF_SENDS, *_OF_CHANGES, *_OF_THE_REST)
+_PLAN: Final = "qim/domain/fanout.py"
+_PLANS: Final = "tests/unit/test_fanout_rules.py::"
+_FANOUT: Final = "tests/unit/workers/test_fanout_groups.py::"
+_SPINE: Final = "tests/unit/workers/test_spine_groups.py::"
+_AUDIENCES: Final = "tests/unit/workers/test_audiences.py::"
+
+_OF_DELIVERY: Final = (
+    Mutant(
+        "group-message-to-nobody",
+        "A group message whose members cannot be read is delivered to nobody and counts as done.",
+        ("F6", "X9"),
+        (
+            f"{_PLANS}test_a_group_message_without_its_members_is_refused_and_never_sent_to_nobody",
+            f"{_FANOUT}test_members_that_are_gone_stop_the_partition_only_and_never_become_nobody",
+        ),
+        (
+            Change(
+                _PLAN,
+                '        raise RecordCorrupt(f"the members at version {version} cannot be read")\n',
+                "        return {}\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "members-away-are-nobody",
+        "A store that does not answer is taken for one without members: the partition stops for nothing.",
+        ("F6",),
+        (f"{_FANOUT}test_a_store_of_members_that_is_away_is_waited_for",),
+        (
+            Change(
+                "workers/fanout.py",
+                "                await asyncio.sleep(backoff_ms(failed) / 1000)\n",
+                "                return NO_SNAPSHOTS\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "one-missing-snapshot-for-all",
+        "One group without its members makes every group of the batch one without members.",
+        ("F6",),
+        (f"{_AUDIENCES}test_members_that_are_not_there_are_left_out_alone",),
+        (
+            Change(
+                "workers/audiences.py",
+                "                return await self._ask_apart(instance, wanted)\n",
+                "                return {}\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "members-of-any-version",
+        "A message is planned with whatever members of the group are at hand.",
+        ("F2", "G2"),
+        (f"{_PLANS}test_the_members_of_another_version_do_not_count",),
+        (
+            Change(
+                _PLAN,
+                "header.conversation, version))\n",
+                "header.conversation, version)) or next(iter(snapshots.values()), None)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "parts-without-numbers",
+        "The parts of a large shard have one dispatch id: all but the first count as repeats.",
+        ("F2",),
+        (f"{_PLANS}test_many_members_of_one_shard_get_parts_each_with_an_id_of_its_own",),
+        (
+            Change(
+                _PLAN,
+                "        _dispatch(outbox_record, shard, recipients, part)\n",
+                "        _dispatch(outbox_record, shard, recipients, 0 * part)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "event-to-all-members",
+        "An event goes to the members at its version, where those are at hand, and not to who left with it.",
+        ("F2", "G7"),
+        (f"{_PLANS}test_an_event_goes_to_those_that_it_lists_and_needs_no_members",),
+        (
+            Change(
+                _PLAN,
+                "    if mark == LISTED_IN_RECORD:\n",
+                "    if snapshots:\n        return next(iter(snapshots.values()))\n"
+                "    if mark == LISTED_IN_RECORD:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "stranger-speaks-in-a-group",
+        "A message of who is no member of the version is delivered to all who are.",
+        ("G12",),
+        (f"{_PLANS}test_a_message_of_who_is_no_member_is_refused",),
+        (
+            Change(
+                _PLAN,
+                '        raise RecordCorrupt(f"the sender is no member at version {version}")\n',
+                "        pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "part-for-another-shard",
+        "A part of a group message is delivered to users whose mailbox lives in another shard.",
+        ("F2",),
+        (
+            "tests/unit/test_mailbox_rules.py::test_a_part_of_a_group_message_names_users_of_its_shard_each_once_in_order",
+        ),
+        (
+            Change(
+                "qim/domain/mailbox.py",
+                "    if any(shard_of(tenant, user) != dispatch.shard for user in recipients):\n",
+                "    if all(shard_of(tenant, user) != dispatch.shard for user in recipients):\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "only-the-first-chunk",
+        "Of a large group's members in a shard the first 64 get the message, and it counts as done.",
+        ("M3", "F2"),
+        (f"{_SPINE}test_a_message_to_ten_thousand_reaches_each_once_and_delays_no_order",),
+        (
+            Change(
+                "workers/serial.py",
+                "for start in range(0, len(recipients), APPEND_ENTRIES_MAX)\n",
+                "for start in range(0, APPEND_ENTRIES_MAX, APPEND_ENTRIES_MAX)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "resumed-behind-the-stop",
+        "A partition that is resumed while members are awaited goes on behind the record that stopped it.",
+        ("F3", "X9"),
+        (f"{_FANOUT}test_a_partition_that_is_resumed_while_members_are_awaited_loses_nothing",),
+        (
+            Change(
+                "workers/fanout.py",
+                "left = [record for record in piece if record.partition not in stopped]",
+                "left = [record for record in piece if record.partition not in self.stopped]",
+            ),
+        ),
+    ),
+    Mutant(
+        "group-message-not-missed",
+        "A broken dispatch partition is called whole although it missed group messages.",
+        ("F3", "F-34"),
+        (f"{_FANOUT}test_a_broken_dispatch_partition_gets_its_group_messages_when_it_is_whole",),
+        (Change("workers/missed.py", "return snapshot_of(data) is not None or any(", "return any("),),
+    ),
+    Mutant(
+        "members-gone-since-passed-over",
+        "A broken dispatch partition is called whole without a message whose members have gone meanwhile.",
+        ("F6",),
+        (f"{_FANOUT}test_a_broken_dispatch_partition_whose_members_are_gone_since_is_not_called_whole",),
+        (
+            Change(
+                "workers/missed.py",
+                "if (record.partition, record.offset) not in self._given_up:",
+                "if False:",
+            ),
+        ),
+    ),
+    Mutant(
+        "group-without-a-bound",
+        "A group grows until the parts of a shard have no numbers left; then its messages stop everybody.",
+        ("X14",),
+        (f"{_RULES}test_a_group_grows_to_its_bound_and_no_further",),
+        (Change(_DOMAIN, "len(after) > GROUP_MEMBERS_MAX", "len(after) > 2 * GROUP_MEMBERS_MAX"),),
+    ),
+)
+
+OF_GROUPS: Final = (*_OF_SENDS, *_OF_CHANGES, *_OF_THE_REST, *_OF_DELIVERY)

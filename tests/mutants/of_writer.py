@@ -134,11 +134,12 @@ OF_WRITER: Final = (
         (
             Change(
                 "workers/fanout.py",
-                "            try:\n                dispatches += plan_dispatches(data)\n",
+                "            try:\n                dispatches += plan_dispatches(data, snapshots)\n",
                 '            seq = int.from_bytes(data[8:16], "big")\n'
                 '            self.newest = max(seq, getattr(self, "newest", 0))\n'
                 "            try:\n"
-                "                dispatches += plan_dispatches(data) if seq == self.newest else []\n",
+                "                if seq == self.newest:\n"
+                "                    dispatches += plan_dispatches(data, snapshots)\n",
             ),
         ),
     ),

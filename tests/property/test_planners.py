@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qim.domain.fanout import plan_dispatches, shard_of
+from qim.domain.fanout import plan_dispatches, shard_of, snapshot_of
 from qim.domain.mailbox import cut_runs, read_dispatch
 from qim.domain.writer import plan_send
-from qim.ids import DeviceId, Millis, Seq, TenantId, UserId
+from qim.ids import DeviceId, Millis, Seq, SlotId, TenantId, UserId
 from qim.limits import FUSED_RUN_ENTRIES_MAX
 from qim.records import build_outbox_record, decode_entry, decode_record
+from tests.unit.workers.group_rig import build_group_outbox
+from tests.unit.workers.rig import TENANT
 
 ids = st.binary(min_size=16, max_size=16)
 sends = st.fixed_dictionaries(
@@ -64,6 +66,36 @@ def test_the_same_record_gives_the_same_plan_byte_for_byte(send: dict[str, objec
         delivered += dispatch.recipients
     assert len(delivered) == len(set(delivered))
     assert set(delivered) == users
+
+
+@pytest.mark.shows("F1", "F2")
+@given(
+    seq=sequences,
+    named=st.sets(ids, min_size=1, max_size=80),
+    body=st.binary(max_size=300),
+    data=st.data(),
+)
+def test_a_group_message_has_the_same_plan_wherever_it_is_made(
+    seq: Seq, named: set[bytes], body: bytes, data: st.DataObject
+) -> None:
+    members = sorted(map(UserId, named))
+    sender = data.draw(st.sampled_from(members))
+    listed = data.draw(st.none() | st.permutations(members))
+    record = build_group_outbox(seq=seq, sender=sender, body=body, listed=listed)
+    shards: dict[SlotId, list[UserId]] = {}
+    for member in data.draw(st.permutations(members)):
+        shards.setdefault(shard_of(TENANT, member), []).append(member)
+    name = snapshot_of(record)
+    assert (name is None) == (listed is not None)
+    snapshots = {} if name is None else {name: {shard: sorted(users) for shard, users in shards.items()}}
+    plan = plan_dispatches(record, snapshots)
+    shard_of.cache_clear()
+    assert plan_dispatches(record, snapshots) == plan
+    dispatches = [read_dispatch(item.record, item.shard) for item in plan]
+    assert [(item.shard, item.part) for item in dispatches] == sorted((shard, 0) for shard in shards)
+    delivered = [user for item in dispatches for user in item.recipients]
+    assert sorted(delivered) == members
+    assert {decode_entry(item.entry).conversation_seq for item in dispatches} == {seq}
 
 
 class _Write:

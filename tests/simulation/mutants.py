@@ -91,8 +91,8 @@ def position_stored_before_the_work() -> Iterator[None]:
     """The fan-out stores how far it is when it has planned, not when its records are durable."""
     plan = Fanout._plan
 
-    def hasty(self: Fanout, batch: Any) -> Any:
-        dispatches, reached = plan(self, batch)
+    def hasty(self: Fanout, batch: Any, snapshots: Any) -> Any:
+        dispatches, reached = plan(self, batch, snapshots)
         for instance, slots in self._by_instance(tuple(reached)).items():
             stored: Any = self._stores[instance].store_positions(
                 GROUP, {slot: reached[slot] for slot in slots}

@@ -33,7 +33,13 @@ from qim.domain.groups import (
 from qim.domain.placement import bucket_of_conversation, direct_conversation, group_conversation
 from qim.errors import FailedPrecondition, InvalidArgument, RecordCorrupt
 from qim.ids import DeviceId, GroupId, Millis, RequestId, Seq, TenantId, UserId
-from qim.limits import BROADCAST_MEMBERS_MAX, CHANGE_USERS_MAX, GROUP_NAME_BYTES_MAX, MESSAGE_BODY_BYTES_MAX
+from qim.limits import (
+    BROADCAST_MEMBERS_MAX,
+    CHANGE_USERS_MAX,
+    GROUP_MEMBERS_MAX,
+    GROUP_NAME_BYTES_MAX,
+    MESSAGE_BODY_BYTES_MAX,
+)
 from qim.records import (
     LISTED_IN_RECORD,
     MembershipOp,
@@ -275,6 +281,17 @@ def test_the_largest_change_fits_into_a_message() -> None:
 def test_what_is_in_effect_already_leaves_nothing_to_plan() -> None:
     for op, named in ((JOIN, [ALICE, BOB]), (REMOVE, [CAROL]), (LEAVE, [CAROL])):
         assert planned(op, named, [ALICE, BOB]) == ((), ALICE, None)
+
+
+@pytest.mark.shows("X14")
+def test_a_group_grows_to_its_bound_and_no_further() -> None:
+    members = many(GROUP_MEMBERS_MAX - 1)
+    assert len(planned(JOIN, [ALICE], members).users) == 1
+    with pytest.raises(FailedPrecondition, match="at most"):
+        planned(JOIN, [ALICE, BOB], members)
+    full = [ALICE, *members]
+    assert planned(REMOVE, [ALICE, BOB], full, successor=members[0]).users == (ALICE,), "it may always shrink"
+    assert planned(JOIN, [ALICE, members[0]], full).event is None, "nothing to do is no growth"
 
 
 @pytest.mark.shows("G10")

@@ -1,5 +1,6 @@
 """Runs, numbers and the start check of a mailbox shard."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from qim.domain import mailbox as rules
 from qim.errors import RecordCorrupt
 from qim.ids import DispatchId, MailboxSeq, Offset, SlotId, UserId
+from qim.limits import PART_RECIPIENTS_MAX
+from qim.records import build_dispatch_record, outbox_entry
+from tests.unit.workers.group_rig import build_group_outbox, many
 from tests.unit.workers.rig import ALICE, build_dispatches, shard_of
 
 LOG = b"L" * 16
@@ -67,6 +71,41 @@ def test_a_dispatch_for_a_stranger_is_corrupt() -> None:
     at = record.index(ALICE, 148)
     with pytest.raises(RecordCorrupt):
         rules.read_dispatch(record[:at] + b"z" * 16 + record[at + 16 :], shard)
+
+
+def _of_group(shard: SlotId, recipients: Sequence[UserId]) -> bytes:
+    return build_dispatch_record(build_group_outbox(seq=1), shard=shard, part=1, recipients=tuple(recipients))
+
+
+@pytest.mark.shows("F2")
+def test_a_part_of_a_group_message_names_users_of_its_shard_each_once_in_order() -> None:
+    shard = shard_of(ALICE)
+    mine = [user for user in many(1_000) if shard_of(user) == shard]
+    read = rules.read_dispatch(_of_group(shard, mine), shard)
+    assert (read.recipients, read.part) == (tuple(mine), 1)
+    stranger = next(user for user in many(1_000) if shard_of(user) != shard)
+    for wrong in (mine[::-1], [mine[0], mine[0]], sorted([*mine, stranger])):
+        with pytest.raises(RecordCorrupt, match="recipient"):
+            rules.read_dispatch(_of_group(shard, wrong), shard)
+
+
+def test_a_part_of_a_group_message_is_bounded() -> None:
+    shard = shard_of(ALICE)
+    mine = [user for user in many(80 * PART_RECIPIENTS_MAX) if shard_of(user) == shard]
+    assert len(mine) > PART_RECIPIENTS_MAX
+    full = mine[:PART_RECIPIENTS_MAX]
+    assert len(rules.read_dispatch(_of_group(shard, full), shard).recipients) == PART_RECIPIENTS_MAX
+    with pytest.raises(RecordCorrupt, match="in one part"):
+        rules.read_dispatch(_of_group(shard, mine[: PART_RECIPIENTS_MAX + 1]), shard)
+
+
+def test_a_group_message_whose_entry_is_of_another_sequence_is_corrupt() -> None:
+    shard = shard_of(ALICE)
+    record = _of_group(shard, [ALICE])
+    read = rules.read_dispatch(record, shard)
+    other = outbox_entry(build_group_outbox(seq=2))
+    with pytest.raises(RecordCorrupt, match="sequence"):
+        rules.read_dispatch(record[: len(record) - len(read.entry)] + other, shard)
 
 
 def _check(

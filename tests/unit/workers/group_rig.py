@@ -1,121 +1,90 @@
-"""A group on the memory stores of the rig: made and changed through the port, as the writer would."""
+"""Groups on the stores of a rig, and the Outbox records that a writer would make of messages to them."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from qim.domain.groups import (
-    OPERATOR,
-    Membership,
-    choose_successor,
-    does_need_successor,
-    plan_change,
-    route_group,
+from blake3 import blake3
+
+from qim.domain.groups import EVENT_TYPE, GroupRoute, route_group
+from qim.domain.placement import Placement, slot_of_bucket
+from qim.ids import DeviceId, GroupId, Millis, Seq, UserId
+from qim.memberships import Created, GroupCreation, GroupPlace, PlacedUser
+from qim.records import (
+    RECORD_VERSION,
+    Kind,
+    MessageRecord,
+    MessageType,
+    RetentionClass,
+    build_outbox_record,
+    encode_record,
+    identity_digest,
+    message_id_of,
 )
-from qim.ids import GroupId, Offset, SlotId, UserId, WorkerId
-from qim.memberships import (
-    Created,
-    GroupCreation,
-    GroupPlace,
-    MemberQuery,
-    MembershipChange,
-    PlacedUser,
-    Snapshot,
-)
-from qim.ports import Commit, MessageKey, Pending, Reservation
-from qim.records import MembershipOp, RoutingHeader, outbox_entry, parse_header
-from qim.wire.bodies import SendMessage, Target, encode_body
-from qim.wire.layout import Op
-from tests.unit.workers.rig import ALICE, BOB, TENANT, Client, Rig, message_id, shard_of
-
-CAROL = UserId(b"carol-0123456789")
-DAVE = UserId(b"dave--0123456789")
-GROUP = GroupId(b"group-0123456789")
-NO_GROUP = GroupId(b"nogroup-12345678")
-ROUTE = route_group(TENANT, GROUP)
-PLACE = GroupPlace(ROUTE.bucket, TENANT, ROUTE.conversation)
-JOIN, LEAVE, REMOVE = MembershipOp.JOIN, MembershipOp.LEAVE, MembershipOp.REMOVE
-GROUP_KIND = 2
+from tests.unit.workers.rig import ALICE, DEVICE, TENANT, Rig, message_id, shard_of
 
 
-def placed(users: Sequence[UserId]) -> tuple[PlacedUser, ...]:
-    return tuple(PlacedUser(shard_of(user), user) for user in users)
+def route_of(number: int) -> GroupRoute:
+    return route_group(TENANT, GroupId(number.to_bytes(16, "big")))
 
 
-async def create_group(rig: Rig, members: Sequence[UserId] = (ALICE, BOB)) -> None:
-    """The group `GROUP`; its first member owns it."""
-    creation = GroupCreation(PLACE, GROUP, "the group", members[0], placed(members), b"d" * 32)
-    assert await rig.memberships.create_groups([creation]) == [Created.CREATED]
+ROUTE = route_of(1)
 
 
-async def plan_now(rig: Rig, op: MembershipOp, users: Sequence[UserId]) -> MembershipChange:
-    """The change, planned with the members of now."""
-    (head,) = await rig.memberships.load_groups([PLACE])
-    (snapshot,) = await rig.memberships.load_snapshots([(PLACE, head.version)])
-    members = members_of(snapshot)
-    membership = Membership(head.version, head.owner, members)
-    successor = None
-    if does_need_successor(membership, op, users):
-        (page,) = await rig.memberships.load_members([MemberQuery(PLACE, UserId(b""), len(members))])
-        successor = choose_successor(page.rows, users)
-    planned = plan_change(
-        tenant=TENANT,
-        route=ROUTE,
-        op=op,
-        actor=users[0] if op is LEAVE else OPERATOR,
-        device=None,
-        users=users,
-        membership=membership,
-        successor=successor,
-        now_ms=rig.clock.now_ms(),
-    )
-    assert planned.event is not None
-    key = MessageKey(*PLACE, planned.event.record.sender, planned.event.client_message_id)
-    event = Reservation(
-        key, planned.event.identity, planned.event.record_bytes, planned.event.record.reserved_at,
-        planned.event.record.reserved_at,
+def place_of(route: GroupRoute) -> GroupPlace:
+    return GroupPlace(route.bucket, TENANT, route.conversation)
+
+
+def many(count: int, *, first: int = 1) -> list[UserId]:
+    return [UserId(b"%016d" % number) for number in range(first, first + count)]
+
+
+def instance_of(placement: Placement, route: GroupRoute) -> int:
+    return placement.core_instance_of(slot_of_bucket(route.bucket))
+
+
+async def create_group(rig: Rig, members: Iterable[UserId], *, route: GroupRoute = ROUTE) -> None:
+    """At version 1, the first member its owner."""
+    placed = tuple(PlacedUser(shard_of(user), user) for user in members)
+    digest = blake3(b"".join(member.user for member in placed)).digest()
+    creation = GroupCreation(place_of(route), route.group, "a group", placed[0].user, placed, digest)
+    store = rig.all_memberships[instance_of(rig.placement, route)].inner
+    assert await store.create_groups([creation]) == [Created.CREATED]
+
+
+def forget_members(rig: Rig, *, version: int = 1, route: GroupRoute = ROUTE) -> Callable[[], None]:
+    """As if the store had lost the snapshot; call the answer and it is found again."""
+    snapshots = rig.commit_states[instance_of(rig.placement, route)].groups[place_of(route)].snapshots
+    return partial(snapshots.__setitem__, version, snapshots.pop(version))
+
+
+def build_group_outbox(
+    *,
+    seq: int,
+    version: int = 1,
+    sender: UserId = ALICE,
+    device: DeviceId = DEVICE,
+    body: bytes = b"",
+    listed: Sequence[UserId] | None = None,
+    retention_class: int = RetentionClass.DEFAULT,
+    route: GroupRoute = ROUTE,
+) -> bytes:
+    """An Outbox record of the group; with a listed audience that of an event."""
+    message_type = MessageType.TEXT if listed is None else MessageType.CONTROL
+    custom_type = "" if listed is None else EVENT_TYPE
+    text = body or b"text %d" % seq
+    identity = identity_digest(
+        tenant=TENANT, conversation=route.conversation, sender=sender, client_message_id=message_id(seq),
+        message_type=message_type, retention_class=retention_class, custom_type=custom_type, body=text,
     )  # fmt: skip
-    actor = users[0] if op is LEAVE else None
-    return MembershipChange(
-        PLACE, op, membership.version, actor, placed(planned.users), planned.owner_after, event
+    record = MessageRecord(
+        RECORD_VERSION, TENANT, route.conversation, Kind.GROUP, route.group, message_id_of(identity), sender,
+        device, message_id(seq), message_type, custom_type, text, retention_class,
+        Millis(1_700_000_000_000), version, None if listed is None else tuple(listed),
+    )  # fmt: skip
+    return build_outbox_record(
+        bucket=route.bucket,
+        seq=Seq(seq),
+        record=record,
+        record_bytes=encode_record(record),
+        identity=identity,
     )
-
-
-async def change(rig: Rig, op: MembershipOp, *users: UserId, finished: bool = True) -> int:
-    """Changes the members behind the writer's back; the sequence of the event."""
-    (result,) = await rig.memberships.change_memberships([await plan_now(rig, op, users)])
-    assert result.event is not None, result
-    if finished:
-        await finish(rig, result.event)
-    return int(result.seq)
-
-
-async def finish(rig: Rig, event: Pending) -> None:
-    commit = Commit(event.key, event.identity, event.seq, event.reserved_at, True, SlotId(0), Offset(0))
-    await rig.commits.mark_committed([commit])
-
-
-def members_of(snapshot: Snapshot) -> set[UserId]:
-    return {user for part in snapshot.shards.values() for user in part}
-
-
-def send_to_group(rig: Rig, writer: Any, *numbers: int, client: Client | None = None, **changes: Any) -> None:
-    """SEND_MESSAGE to the group."""
-    client = client or rig.alice
-    group = changes.pop("group", GROUP)
-    fields: dict[str, Any] = {"message_type": 1, "custom_type": "", "body": b"hello"} | changes
-    for number in numbers:
-        body = SendMessage(Target(GROUP_KIND, group), message_id(number), **fields)
-        writer.submit(client.request(Op.SEND_MESSAGE, encode_body(body)))
-
-
-async def outbox_of(rig: Rig) -> list[tuple[RoutingHeader, bytes]]:
-    """Header and entry of everything in the home partition, in order."""
-    home = rig.placement.home_partition(WorkerId(0))
-    records = await rig.outbox.read(home, Offset(0), records_max=10_000)
-    return [(parse_header(record.data), outbox_entry(record.data)) for record in records]
-
-
-def last_and_head(rig: Rig) -> tuple[int, int]:
-    """Last allocated sequence and visible head of the group."""
-    state = rig.commit_state.conversations.get(PLACE)
-    return (state.last, state.head) if state else (0, 0)

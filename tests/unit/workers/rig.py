@@ -298,7 +298,12 @@ class Rig:
             **shared,
         )
         fanout = Fanout(
-            slots=slots, stores=self.all_commits, outbox=self.outbox, dispatch=self.dispatch, **shared
+            slots=slots,
+            stores=self.all_commits,
+            memberships=self.all_memberships,
+            outbox=self.outbox,
+            dispatch=self.dispatch,
+            **shared,
         )
         mailbox = Mailbox(
             slots=slots, stores=self.all_mailboxes, dispatch=self.dispatch, presence=self.presence,

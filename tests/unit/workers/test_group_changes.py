@@ -24,7 +24,7 @@ from qim.ports import SlotClaim
 from qim.records import LISTED_IN_RECORD, MembershipOp, decode_entry
 from qim.wire.bodies import CreateGroup, GroupCreated, LeaveGroup, MemberListBatch, encode_body
 from qim.wire.layout import Op
-from tests.unit.workers.group_rig import (
+from tests.unit.workers.group_calls import (
     CAROL,
     DAVE,
     GROUP,

@@ -20,7 +20,7 @@ from qim.wire.bodies import (
     encode_body,
 )
 from qim.wire.layout import Op
-from tests.unit.workers.group_rig import (
+from tests.unit.workers.group_calls import (
     CAROL,
     DAVE,
     GROUP,

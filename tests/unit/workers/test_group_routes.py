@@ -21,7 +21,7 @@ from qim.wire.bodies import (
     encode_body,
 )
 from qim.wire.layout import Op
-from tests.unit.workers.group_rig import GROUP_KIND
+from tests.unit.workers.group_calls import GROUP_KIND
 from tests.unit.workers.rig import ALICE, BOB, TENANT, Client
 from workers.request import Request
 from workers.router import Router

@@ -7,7 +7,7 @@ import pytest
 from qim.errors import StoreBroken, StoreError, StoreRefused, StoreUnknown
 from qim.limits import MEMBERSHIP_RETRIES_MAX
 from qim.records import decode_entry
-from tests.unit.workers.group_rig import (
+from tests.unit.workers.group_calls import (
     CAROL,
     DAVE,
     GROUP,

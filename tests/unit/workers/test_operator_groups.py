@@ -6,7 +6,7 @@ import pytest
 
 from qim.errors import ControlRefused, ExitCode, StoreUnknown
 from qim.records import MembershipOp
-from tests.unit.workers.group_rig import CAROL, DAVE, GROUP, JOIN, NO_GROUP, REMOVE, create_group, outbox_of
+from tests.unit.workers.group_calls import CAROL, DAVE, GROUP, JOIN, NO_GROUP, REMOVE, create_group, outbox_of
 from tests.unit.workers.rig import ALICE, BOB, TENANT, Rig
 from workers.control import parse_id, parse_tenant
 from workers.operator_groups import change_members, list_members
