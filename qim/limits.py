@@ -106,6 +106,8 @@ HISTORY_QUERIES_PER_CALL_MAX: Final = 8
 """Of history and mailbox pages in one call: each may carry a whole batch of bytes."""
 PAIR_CACHE_ENTRIES_MAX: Final = 65_536
 """Pairs of users whose conversation a worker remembers; about 20 MB when full. A miss costs three hashes."""
+GROUP_CACHE_ENTRIES_MAX: Final = 16_384
+"""Groups whose place, and whose version, a worker remembers; a forgotten version costs a refused attempt."""
 USER_CACHE_ENTRIES_MAX: Final = 65_536
 """Users whose shard a worker remembers; a miss costs one hash."""
 ROLE_BACKOFF_MS: Final = (20, 50, 100, 250, 500, 1_000, 2_000)
@@ -164,6 +166,10 @@ CHANGE_USERS_MAX: Final = 500
 """Named by one change or by CREATE_GROUP: 5 ms of the store, 15 in a group of 20,000; an event of 8 KB."""
 BROADCAST_MEMBERS_MAX: Final = 500
 """Above it only those affected are told of a change: in a large group people come and go all day."""
+GROUP_REQUESTS_WAITING_MAX: Final = 1_024
+"""Changes per lane, and reads, that wait at a writer; full: reject. That is seconds of work."""
+GROUP_READS_AT_ONCE_MAX: Final = 32
+"""Of a writer: their pages weigh six MiB, and one connection to the store carries them all."""
 GROUP_MEMBERS_MAX: Final = GROUP_SHARD_PARTS_MAX * PART_RECIPIENTS_MAX
 """No change makes a group larger: all members might live in one shard, whose parts have so many numbers."""
 GROUP_NAME_BYTES_MAX: Final = 256
@@ -174,6 +180,8 @@ GROUP_SNAPSHOT_LIFE_MS: Final = DISPATCH_PROGRESS_LIFE_MS + DAY_MS
 """From its replacement on: the longest time until the last replay of a record that names the version."""
 MEMBER_ENTRIES_PER_CALL_MAX: Final = 1_024
 """Of one HMGET: half a millisecond of the server."""
+MEMBERSHIP_RETRIES_MAX: Final = 3
+"""What a change of members overtakes, a message or a change, is planned anew so often; then 2004."""
 MEMBER_READS_MAX: Final = 3
 """A page of members that a change overtakes is read again so often; then the client is told to repeat."""
 assert CHANGE_USERS_MAX < GROUP_MEMBERS_MAX

@@ -252,6 +252,18 @@ class Metrics:
         int,
         Series("qim_writer_recovered_total", "counter", "Half-done messages that the recoverer finished."),
     ] = 0
+    writer_membership_events: Annotated[
+        int,
+        Series("qim_writer_membership_events_total", "counter", "Changes of members, an event each."),
+    ] = 0
+    writer_membership_retries: Annotated[
+        int,
+        Series(
+            "qim_writer_membership_retry_total",
+            "counter",
+            "Messages and changes planned anew because the members of their group had changed.",
+        ),
+    ] = 0
     fanout_dispatches: Annotated[
         int, Series("qim_fanout_dispatches_total", "counter", "Dispatch records appended.")
     ] = 0

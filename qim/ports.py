@@ -220,13 +220,16 @@ class ReadMark(NamedTuple):
     bucket: BucketId
     user: UserId
     read_seq: Seq
+    upper_seq: Seq | None = None
+    """The last sequence that the user may see, of who has left a group; None: up to the visible head."""
 
 
 class ReadMarkResult(NamedTuple):
     stale_owner: bool
     read_seq: Seq
-    """After the call: never lower than before, at most the last allocated sequence."""
+    """After the call: never lowered, not raised above the last allocated sequence or `upper_seq`."""
     unread: int
+    """Above the mark, up to the visible head or `upper_seq`."""
 
 
 class CommitStore(SlotOwnership, Protocol):

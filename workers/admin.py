@@ -22,16 +22,17 @@ from structlog import get_logger
 from qim.clock import SystemClock
 from qim.config import Config
 from qim.ctl import protocol
+from qim.domain.groups import route_group
 from qim.domain.growth import Estimate, FirstLook, estimate
-from qim.domain.placement import Placement
+from qim.domain.placement import Placement, slot_of_bucket
 from qim.domain.supervisor import ChildState, Stage
 from qim.errors import ControlError, ControlRefused, ControlUnreachable, ExitCode
-from qim.ids import SlotId
+from qim.ids import GroupId, SlotId
 from qim.limits import SLOTS
 from qim.logsetup import configure_logging
 from qim.metrics import Metrics, read_snapshot
 from workers.child import ChildContext
-from workers.control import ControlServer, Handler
+from workers.control import ControlServer, Handler, parse_id, parse_tenant
 from workers.heartbeat import HeartbeatRecord
 from workers.reload import read_reload
 from workers.vitals import Vitals
@@ -42,6 +43,7 @@ SAMPLE_SECONDS: Final = 1.0
 ANSWERED: Final = ("slots", "connections", "commits", "loop_lag_ms")
 """Of a row of `status`: what only the worker itself can tell."""
 OF_A_SLOT: Final = ("mailbox.retry", "mailbox.skip", "mailbox.redeliver", "outbox.retry", "outbox.skip")
+OF_A_GROUP: Final = ("membership.add", "membership.remove", "membership.list")
 OF_ALL: Final = ("slots", "lag", "mailbox.show", "outbox.show")
 
 log = get_logger()
@@ -113,6 +115,8 @@ class Admin:
             commands[name] = partial(self._join, name)
         for name in OF_A_SLOT:
             commands[name] = partial(self._forward, name)
+        for name in OF_A_GROUP:
+            commands[name] = partial(self._forward_group, name)
         return commands
 
     # --- commands ---
@@ -162,6 +166,13 @@ class Admin:
         arguments = {"slot": slot} if offset is None else {"slot": slot, "offset": offset}
         worker = self._job.placement.worker_of(SlotId(slot))
         return {"schema": SCHEMA, **await self._ask(worker, command, arguments)}
+
+    async def _forward_group(self, command: str, *, tenant: int, group: str, **arguments: Any) -> Answer:
+        """What only the owner of a group's conversation can do."""
+        route = route_group(parse_tenant(tenant), GroupId(parse_id("group", group)))
+        worker = self._job.placement.worker_of(slot_of_bucket(route.bucket))
+        asked = {"tenant": tenant, "group": group, **arguments}
+        return {"schema": SCHEMA, **await self._ask(worker, command, asked)}
 
     # --- asking ---
 

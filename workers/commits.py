@@ -13,6 +13,10 @@ loop:
 once when they are durable; so a message is never appended twice by two passes. The store alone decides about
 everything else, in particular about the same id with other content.
 
+A message to a group whose members are not those that it was planned with gets no sequence. It is planned anew
+with the version of now, up to three times, behind everything else of its pass; around a change of members the
+sequences of a group may therefore differ from the order of arrival.
+
 **Nothing is acknowledged before its append is durable.** Where an outcome is unknown, the client is told so
 (DEADLINE_EXCEEDED), the message leaves `in_flight`, and what is RECORDED is finished by the recoverer
 (`workers/recoverer.py`), which puts it on the same path. One step leaves nothing RECORDED: a repeat finds all
@@ -39,7 +43,8 @@ from qim.errors import (
     StoreUnknown,
 )
 from qim.ids import Offset, SlotId
-from qim.limits import REQUEST_DEADLINE_MS
+from qim.limits import MEMBERSHIP_RETRIES_MAX, REQUEST_DEADLINE_MS
+from qim.memberships import GroupPlace
 from qim.metrics import Metrics
 from qim.ports import (
     Commit,
@@ -48,6 +53,7 @@ from qim.ports import (
     Committed,
     MessageKey,
     OneStepCommits,
+    Pending,
     Reserved,
     ReserveResult,
 )
@@ -55,6 +61,7 @@ from qim.records import MessageType, build_outbox_record, decode_record, fill_ou
 from qim.wire.bodies import SendAck, build_message
 from qim.wire.layout import Op
 from workers.failpoints import Failpoints
+from workers.group_versions import GroupVersions
 from workers.request import NOTHING_WRITTEN, OnFatal, Request, reply_error
 from workers.sending import Marking, Reserving, Sending, build_reservation, cut_runs
 from workers.stops import Stops
@@ -75,6 +82,7 @@ class Commits:
         *,
         store: CommitStore,
         one_step: OneStepCommits | None,
+        versions: GroupVersions | None,
         outbox: CommitLog,
         home: SlotId,
         clock: Clock,
@@ -84,6 +92,7 @@ class Commits:
     ) -> None:
         self._store = store
         self._one_step = one_step
+        self._versions = versions
         self._outbox = outbox
         self.home = home
         self._clock = clock
@@ -125,15 +134,25 @@ class Commits:
         """
         if not reserving:
             return []
-        recorded, apart = await self._take(reserving)
-        if apart:
-            reserved = [self._reserve(run) for run in cut_runs(apart)]
-            recorded += (await self._take(reserved))[0]
+        recorded, changed = await self._take(reserving)
         marks = await self.publish(recorded)
+        if changed:
+            marks += await self._finish_changed(changed)
         self._failpoints.hit("writer.acknowledged")
         return marks
 
     async def _take(self, reserving: Iterable[Reserving]) -> tuple[list[Sending], list[Sending]]:
+        """Those whose record must be appended, and those whose group has other members by now."""
+        changed: list[Sending] = []
+        recorded, apart = await self._take_once(reserving, changed)
+        if apart:
+            reserved = [self._reserve(run) for run in cut_runs(apart)]
+            recorded += (await self._take_once(reserved, changed))[0]
+        return recorded, changed
+
+    async def _take_once(
+        self, reserving: Iterable[Reserving], changed: list[Sending]
+    ) -> tuple[list[Sending], list[Sending]]:
         """Those whose record must be appended, and those which one step could not commit."""
         recorded: list[Sending] = []
         apart: list[Sending] = []
@@ -146,9 +165,37 @@ class Commits:
                     continue
                 if result.outcome is Reserved.TWO_STEPS:
                     apart.append(sending)
-                elif self._sort(sending, result):
+                elif self._sort(sending, result, changed):
                     recorded.append(sending)
         return recorded, apart
+
+    async def _finish_changed(self, changed: list[Sending]) -> list[Marking]:
+        """Sends to the members of now what was planned for those of before."""
+        marks: list[Marking] = []
+        for _attempt in range(MEMBERSHIP_RETRIES_MAX):
+            again = await self._plan_again(changed)
+            recorded, changed = await self._take([self._ask(run) for run in cut_runs(again)])
+            marks += await self.publish(recorded)
+            if not changed:
+                return marks
+        self._give_up(changed, _REFUSALS[Reserved.MEMBERSHIP_CHANGED])
+        return marks
+
+    async def _plan_again(self, changed: list[Sending]) -> list[Sending]:
+        """Those whose version could be learnt; the others are answered."""
+        versions = self._versions
+        assert versions is not None, "a message to a group was planned without groups"
+        places = list(dict.fromkeys(GroupPlace(*sending.key[:3]) for sending in changed))
+        unknown = await versions.refresh(places)
+        self._give_up(
+            [sending for sending in changed if sending.key.conversation in unknown], NOTHING_WRITTEN
+        )
+        again = [sending for sending in changed if sending.key.conversation not in unknown]
+        for sending in again:
+            assert sending.planned is not None
+            sending.planned = rules.plan_again(sending.planned, versions.known)
+        self._metrics.writer_membership_retries += len(again)
+        return again
 
     def _admit(self, request: Request, planned: rules.PlannedSend) -> Sending | None:
         route = planned.route
@@ -190,7 +237,7 @@ class Commits:
         (result,) = await self._reserved(self._ask([sending]))
         return result
 
-    def _sort(self, sending: Sending, result: ReserveResult) -> bool:
+    def _sort(self, sending: Sending, result: ReserveResult, changed: list[Sending]) -> bool:
         """Takes the answer of the store over; True: RECORDED, its record must be appended."""
         outcome = result.outcome
         planned = sending.planned
@@ -208,10 +255,13 @@ class Commits:
             return True
         if outcome is Reserved.RECORDED:
             sending.repeated = True
-            return self.take_stored(sending, result.record)
+            return self._take_stored(sending, result.record)
         if outcome is Reserved.COMMITTED:
             sending.repeated = True
             self._answer_known(sending)
+            return False
+        if outcome is Reserved.MEMBERSHIP_CHANGED:
+            changed.append(sending)
             return False
         if outcome is Reserved.CONFLICT:
             self._metrics.writer_conflicts += 1
@@ -220,7 +270,20 @@ class Commits:
         self._give_up([sending], _REFUSALS[outcome])
         return False
 
-    def take_stored(self, sending: Sending, stored: bytes) -> bool:
+    def adopt(self, item: Pending) -> Sending | None:
+        """Takes over what is RECORDED and waited for by nobody; None: it is taken already, or unreadable."""
+        if item.key in self.in_flight or item.key in self.stops.unfinishable:
+            return None
+        sending = Sending(item.key, item.identity)
+        sending.repeated = True
+        sending.seq = item.seq
+        sending.reserved_at = item.reserved_at
+        if not self._take_stored(sending, item.record):
+            return None
+        self.in_flight[item.key] = sending
+        return sending
+
+    def _take_stored(self, sending: Sending, stored: bytes) -> bool:
         """Goes on with the bytes that were reserved first; False where they cannot be read."""
         try:
             record = decode_record(stored)

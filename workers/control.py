@@ -25,6 +25,8 @@ from structlog import get_logger
 
 from qim.ctl.protocol import LENGTH, Answer, decode_body, decode_length, encode_message
 from qim.errors import ControlRefused, ExitCode, QimError
+from qim.ids import ID_BYTES, TenantId
+from qim.tokens import TENANT_MAX
 
 CONNECTIONS_MAX: Final = 16
 """People and the admin process; a script that opens more waits for its own connections to close."""
@@ -113,6 +115,24 @@ class ControlServer:
         async with asyncio.timeout(ANSWER_SECONDS_MAX):
             result = call()
             return result if isinstance(result, dict) else await result
+
+
+def parse_id(what: str, text: str) -> bytes:
+    """An id among the arguments of a command. Raises ControlRefused, without quoting what was typed."""
+    try:
+        found = bytes.fromhex(text)
+    except (TypeError, ValueError):
+        found = b""
+    if len(found) != ID_BYTES:
+        raise ControlRefused(f"a {what} is {2 * ID_BYTES} hexadecimal digits", exit_code=ExitCode.USAGE)
+    return found
+
+
+def parse_tenant(number: object) -> TenantId:
+    """Raises ControlRefused."""
+    if not isinstance(number, int) or not 0 <= number <= TENANT_MAX:
+        raise ControlRefused(f"a tenant is a number from 0 to {TENANT_MAX}", exit_code=ExitCode.USAGE)
+    return TenantId(number)
 
 
 def _bind(handler: Handler, arguments: dict[str, Any]) -> Callable[[], Answer | Awaitable[Answer]]:

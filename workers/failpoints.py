@@ -30,6 +30,7 @@ KILLED: Final = 137
 NAMES: Final = frozenset(
     {
         "writer.taken", "writer.reserved", "writer.appended", "writer.marked", "writer.acknowledged",
+        "writer.changed",
         "fanout.planned", "fanout.appended", "fanout.stored",
         "mailbox.taken", "mailbox.begun", "mailbox.entries", "mailbox.finished", "mailbox.pushed",
     }

@@ -6,6 +6,7 @@
     stores                                 memory of each server, messages ever committed
     mailbox.show|retry|skip|redeliver      the shards that stand still, and the three ways on
     outbox.show|retry|skip                 the same for the Outbox partitions
+    membership.add|remove|list             the members of a group (`workers/operator_groups.py`)
 
 Each is a plain function that returns a plain dictionary. A worker that is still starting answers `status` and
 refuses the rest. Nothing here decides: the roles do, and raise what the operator is told.
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from qim.errors import ControlRefused, ExitCode
 from qim.ids import Offset, SlotId
+from qim.records import MembershipOp
+from workers import operator_groups
 from workers.control import Handler
 from workers.roles import Roles
 
@@ -39,6 +42,9 @@ def worker_commands(worker: "Worker") -> dict[str, Handler]:
         "outbox.show": operator.show_outbox,
         "outbox.retry": operator.retry_outbox,
         "outbox.skip": operator.skip_outbox,
+        "membership.add": operator.add_members,
+        "membership.remove": operator.remove_members,
+        "membership.list": operator.list_members,
     }
 
 
@@ -156,6 +162,25 @@ class _Operator:
     async def skip_outbox(self, *, slot: int, offset: int) -> Answer:
         stored = await self._roles().fanout.skip(SlotId(slot), Offset(offset))
         return {"slot": slot, "offset": offset, "skipped": True, "stored": stored}
+
+    # --- groups ---
+
+    async def add_members(self, *, tenant: int, group: str, users: list[str], request_id: str) -> Answer:
+        return await operator_groups.change_members(
+            self._roles().writer, MembershipOp.JOIN, tenant=tenant, group=group, users=users,
+            request_id=request_id,
+        )  # fmt: skip
+
+    async def remove_members(self, *, tenant: int, group: str, users: list[str], request_id: str) -> Answer:
+        return await operator_groups.change_members(
+            self._roles().writer, MembershipOp.REMOVE, tenant=tenant, group=group, users=users,
+            request_id=request_id,
+        )  # fmt: skip
+
+    async def list_members(self, *, tenant: int, group: str, after: str = "", limit: int = 0) -> Answer:
+        return await operator_groups.list_members(
+            self._roles().writer, tenant=tenant, group=group, after=after, limit=limit
+        )
 
     # --- small things ---
 

@@ -24,9 +24,8 @@ from qim.errors import StoreError
 from qim.ids import BucketId
 from qim.limits import RECOVER_AGE_MS, UNFINISHABLE_MESSAGES_MAX, WRITER_BATCH_MESSAGES_MAX
 from qim.metrics import Metrics
-from qim.ports import CommitStore, Pending
+from qim.ports import CommitStore
 from workers.commits import Commits
-from workers.sending import Sending
 
 log = get_logger()
 
@@ -58,7 +57,7 @@ class Recoverer:
                 log.warning("recoverer_could_not_read", attempts=self._unread, reason=str(error))
             return 0
         self._unread = 0
-        adopted = [sending for item in pending if (sending := self._adopt(item))]
+        adopted = [sending for item in pending if (sending := self._commits.adopt(item))]
         if stops.outbox_broken and not (adopted or in_flight) and stops.is_outbox_due():
             stops.mend_outbox()  # nothing is left to try it with: the next send does
         recovered = await self._commits.settle(await self._commits.publish(adopted))
@@ -70,16 +69,3 @@ class Recoverer:
         if len(self._stops.unfinishable) < UNFINISHABLE_MESSAGES_MAX:
             return self._buckets
         return [bucket for bucket in self._buckets if slot_of_bucket(bucket) not in self._stops.slots]
-
-    def _adopt(self, item: Pending) -> Sending | None:
-        in_flight = self._commits.in_flight
-        if item.key in in_flight or item.key in self._stops.unfinishable:
-            return None
-        sending = Sending(item.key, item.identity)
-        sending.repeated = True
-        sending.seq = item.seq
-        sending.reserved_at = item.reserved_at
-        if not self._commits.take_stored(sending, item.record):
-            return None
-        in_flight[item.key] = sending
-        return sending

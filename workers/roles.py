@@ -114,6 +114,7 @@ class Roles:
         self.writer = Writer(
             worker=worker,
             stores=stores.commits,
+            memberships=stores.memberships,
             one_step=stores.one_step,
             outbox=stores.outbox,
             **common,

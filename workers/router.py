@@ -7,7 +7,7 @@
 
 For a request only the target is looked at, and of the usual encoding only four bytes: the body travels
 untouched and is decoded once, by its owner. Owners are remembered in two bounded caches, so the two hashes
-of a placement are computed once per pair and once per user.
+of a placement are computed once per pair and once per user; places of groups are remembered by their rules.
 
 The router owns no message and waits for nothing. Every request gets exactly one answer: from its role, from
 the stream that lost it, or from here when its owner cannot be reached (UNAVAILABLE, nothing was stored).
@@ -21,24 +21,17 @@ from typing import Final, Generic, Protocol, TypeVar, assert_never
 from qim import limits
 from qim.clock import Clock
 from qim.domain.gateway import Destination
-from qim.domain.placement import (
-    Placement,
-    bucket_of_conversation,
-    direct_conversation,
-    shard_of_user,
-    slot_of_bucket,
-)
+from qim.domain.placement import Placement, shard_of_user, slot_of_bucket
 from qim.domain.presence import Session
-from qim.domain.writer import route_target
+from qim.domain.writer import Route, route_direct, route_group
 from qim.errors import (
     ClientError,
-    InvalidArgument,
     RemoteProtocolError,
     Unavailable,
 )
-from qim.ids import ID_BYTES, MailboxSeq, SessionId, TenantId, UserId, WorkerId
+from qim.ids import ID_BYTES, GroupId, MailboxSeq, SessionId, TenantId, UserId, WorkerId
 from qim.metrics import Metrics
-from qim.wire.bodies import build_error, decode_body
+from qim.wire.bodies import build_error
 from qim.wire.link import (
     Announce,
     Announced,
@@ -60,9 +53,11 @@ from workers.gateway import DESTINATION_OF, Gateway
 from workers.link import Links, LinkStream
 from workers.presence import Presence, ending_of
 from workers.request import Request
+from workers.subject import conversation_of
 
 _DIRECT_TARGET: Final = b"\x92\x01\xc4\x10"
 """Array of two, kind 1, bin of 16: how a direct target begins, behind the head of the body's array."""
+_GROUP_TARGET: Final = b"\x92\x02\xc4\x10"
 _TARGET_ID: Final = slice(5, 5 + ID_BYTES)
 
 K = TypeVar("K", bound=Hashable)
@@ -150,18 +145,22 @@ class Router:
 
     def _owner_of_target(self, request: Request) -> WorkerId:
         body = request.body
-        peer = body[_TARGET_ID]
-        if body[1:5] != _DIRECT_TARGET or len(peer) != ID_BYTES or len(body) > limits.MESSAGE_BODY_BYTES_MAX:
-            # Unusual encodings, and what must not travel: too large, unreadable, another kind of target.
-            peer = _decode_peer(request)
-        key = (request.tenant, request.user, peer)
-        owner = self._conversations.get(key)
-        if owner is None:
-            conversation = direct_conversation(request.tenant, request.user, UserId(peer))
-            bucket = bucket_of_conversation(request.tenant, conversation)
-            owner = self._placement.worker_of(slot_of_bucket(bucket))
-            self._conversations.put(key, owner)
-        return owner
+        named = body[_TARGET_ID]
+        if len(named) == ID_BYTES and len(body) <= limits.MESSAGE_BODY_BYTES_MAX:
+            if body[1:5] == _DIRECT_TARGET:
+                key = (request.tenant, request.user, named)
+                owner = self._conversations.get(key)
+                if owner is None:
+                    owner = self._owner_of(route_direct(request.tenant, request.user, UserId(named)))
+                    self._conversations.put(key, owner)
+                return owner
+            if body[1:5] == _GROUP_TARGET:
+                return self._owner_of(route_group(request.tenant, GroupId(named)))
+        # What names no target, unusual encodings, and what must not travel: too large or unreadable.
+        return self._owner_of(conversation_of(request))
+
+    def _owner_of(self, route: Route) -> WorkerId:
+        return self._placement.worker_of(slot_of_bucket(route.bucket))
 
     def owner_of_user(self, tenant: TenantId, user: UserId) -> WorkerId:
         """The worker that holds the user's mailbox and presence."""
@@ -267,13 +266,3 @@ class Router:
                 self._mailbox.submit(request)
             case _:
                 raise RemoteProtocolError(f"opcode {message.opcode:#06x} does not travel over links")
-
-
-def _decode_peer(request: Request) -> bytes:
-    """Raises what the client is told. A group that does not exist and one that is not ours look alike."""
-    target = getattr(decode_body(request.opcode, request.body), "target", None)
-    if target is None:
-        raise InvalidArgument("the body names no target")
-    route_target(tenant=request.tenant, user=request.user, kind=target.kind, target=target.id)
-    peer: bytes = target.id
-    return peer

@@ -71,7 +71,7 @@ def build_reservation(sending: Sending) -> Reservation:
     assert planned is not None
     return Reservation(
         sending.key, sending.identity, planned.record_bytes, planned.record.reserved_at, planned.expires_at,
-        planned.outbox_frame,
+        planned.outbox_frame, planned.record.membership_version,
     )  # fmt: skip
 
 

@@ -24,12 +24,13 @@ has; it runs at the claim and every second.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from structlog import get_logger
 
 from qim.clock import Clock
 from qim.domain import writer as rules
+from qim.domain.groups import GroupRoute
 from qim.domain.placement import Placement, buckets_of_slot, slot_of_bucket
 from qim.errors import (
     ClientError,
@@ -41,7 +42,7 @@ from qim.errors import (
     Unavailable,
     Unsupported,
 )
-from qim.ids import SEQ_MAX, BucketId, Millis, Seq, SlotId, WorkerId
+from qim.ids import SEQ_MAX, BucketId, ConversationId, Millis, Seq, SlotId, TenantId, UserId, WorkerId
 from qim.limits import (
     BATCH_BYTES_MAX,
     BATCHES_IN_FLIGHT_MAX,
@@ -56,6 +57,7 @@ from qim.limits import (
     WRITER_PASS_INTERVAL_MS,
     WRITER_WAITING_MESSAGES_MAX,
 )
+from qim.memberships import ChangeResult, GroupPlace, MemberPage, MemberQuery, Memberships
 from qim.metrics import Metrics
 from qim.ports import (
     CommitLog,
@@ -66,6 +68,7 @@ from qim.ports import (
     ReadMark,
     ReadMarkResult,
 )
+from qim.records import Kind
 from qim.wire.bodies import (
     MarkRead,
     MarkReadAck,
@@ -80,15 +83,22 @@ from qim.wire.layout import Op
 from workers.commits import Commits
 from workers.company import Company
 from workers.failpoints import Failpoints
+from workers.group_changes import CHANGING_OPS, ChangeOrder, GroupChanges
+from workers.group_reads import MEMBERS_OP, GroupReads
+from workers.group_versions import GroupVersions
 from workers.inbox import Inbox
 from workers.recoverer import Recoverer
 from workers.request import NOTHING_WRITTEN, OnFatal, Request, reply_error
+from workers.subject import conversation_of
 
 log = get_logger()
 
 _SEND: Final = int(Op.SEND_MESSAGE)
 _HISTORY: Final = int(Op.PULL_HISTORY)
 _MARK_READ: Final = int(Op.MARK_READ)
+_READING_OPS: Final = frozenset({_HISTORY, _MARK_READ})
+_GROUP: Final = int(Kind.GROUP)
+_OF_GROUPS: Final = CHANGING_OPS | _READING_OPS | {MEMBERS_OP}
 # Answers that never change. They are sent, never raised: an exception raised again keeps its old traces.
 _FULL: Final = ResourceExhausted("too many messages are waiting", retry_after_ms=rules.RETRY_AFTER_MS)
 _STORE_FULL: Final = ResourceExhausted("the store is nearly full", retry_after_ms=rules.RETRY_AFTER_MS)
@@ -109,6 +119,7 @@ class Writer:
         worker: WorkerId,
         placement: Placement,
         stores: Sequence[CommitStore],
+        memberships: Sequence[Memberships] = (),
         outbox: CommitLog,
         one_step: Mapping[int, OneStepCommits] = MappingProxyType({}),
         clock: Clock,
@@ -127,8 +138,10 @@ class Writer:
         self._instances: dict[int, _Instance] = {}
         for instance in sorted({placement.core_instance_of(SlotId(slot)) for slot in slots}):
             mine = [SlotId(slot) for slot in slots if placement.core_instance_of(SlotId(slot)) == instance]
+            versions = GroupVersions(memberships[instance]) if memberships else None
             commits = Commits(
                 store=stores[instance],
+                versions=versions,
                 one_step=one_step.get(instance),
                 outbox=outbox,
                 home=placement.home_partition(worker),
@@ -137,8 +150,18 @@ class Writer:
                 failpoints=failpoints,
                 on_fatal=on_fatal,
             )
+            common: dict[str, Any] = {"clock": clock, "metrics": metrics, "on_fatal": on_fatal}
+            groups = None
+            if versions is not None:
+                members: dict[str, Any] = {"memberships": memberships[instance], **common}
+                groups = _Groups(
+                    GroupChanges(commits=commits, versions=versions, failpoints=failpoints, **members),
+                    GroupReads(store=stores[instance], **members),
+                )
             self._instances[instance] = _Instance(
                 store=stores[instance],
+                versions=versions,
+                groups=groups,
                 commits=commits,
                 recoverer=Recoverer(
                     commits=commits,
@@ -146,12 +169,10 @@ class Writer:
                     buckets=[BucketId(bucket) for slot in mine for bucket in buckets_of_slot(slot)],
                     metrics=metrics,
                 ),
-                clock=clock,
-                metrics=metrics,
                 failpoints=failpoints,
-                on_fatal=on_fatal,
                 company=company,
                 lanes=lanes,
+                **common,
             )
         self._only = next(iter(self._instances.values())) if len(self._instances) == 1 else None
 
@@ -166,7 +187,7 @@ class Writer:
     @property
     def waiting(self) -> int:
         """Requests not yet taken by a pass."""
-        return sum(len(instance.inbox) for instance in self._instances.values())
+        return sum(instance.waiting for instance in self._instances.values())
 
     def submit(self, request: Request) -> None:
         """Called by the router, in a callback: notes the request, or refuses it at once."""
@@ -180,7 +201,7 @@ class Writer:
             except ClientError as error:
                 reply_error(request, error)
                 return
-        if instance.is_full and request.opcode == _SEND:
+        if instance.is_full and (request.opcode == _SEND or request.opcode in CHANGING_OPS):
             self._metrics.shed_queue += 1
             reply_error(request, _STORE_FULL)
         elif not instance.inbox.offer(request, size=len(request.body)):
@@ -190,17 +211,34 @@ class Writer:
     def _instance_of(self, request: Request) -> "_Instance":
         # With several core instances the target decides whose window a request uses, so it is read here, once
         # more than the pass does; the ordinary case is one instance per worker.
-        body = decode_body(request.opcode, request.body)
-        target = getattr(body, "target", None)
-        if target is None:
-            raise Unsupported(_UNSUPPORTED.text)
-        route = rules.route_target(
-            tenant=request.tenant, user=request.user, kind=target.kind, target=target.id
-        )
-        instance = self._instances.get(self._placement.core_instance_of(slot_of_bucket(route.bucket)))
+        return self._instance_at(conversation_of(request).bucket)
+
+    def _instance_at(self, bucket: BucketId) -> "_Instance":
+        instance = self._instances.get(self._placement.core_instance_of(slot_of_bucket(bucket)))
         if instance is None:
             raise Unavailable(NOTHING_WRITTEN.text, retry_after_ms=rules.RETRY_AFTER_MS)
         return instance
+
+    async def change_members(self, order: ChangeOrder) -> ChangeResult:
+        """An operator's word, for a group of this worker. Raises the ClientError that says why not."""
+        if self._draining:
+            raise Unavailable(_DRAINING.text, retry_after_ms=rules.RETRY_AFTER_MS)
+        instance = self._instance_at(order.route.bucket)
+        if instance.groups is None:
+            raise Unsupported(_UNSUPPORTED.text)
+        if instance.is_full:
+            raise ResourceExhausted(_STORE_FULL.text, retry_after_ms=rules.RETRY_AFTER_MS)
+        return await instance.groups.changes.change(order)
+
+    async def list_members(
+        self, tenant: TenantId, route: GroupRoute, *, after: UserId, entries_max: int
+    ) -> MemberPage:
+        """For an operator, who need not be a member. Raises what says why not."""
+        instance = self._instance_at(route.bucket)
+        if instance.groups is None:
+            raise Unsupported(_UNSUPPORTED.text)
+        place = GroupPlace(route.bucket, tenant, route.conversation)
+        return await instance.groups.reads.list_members(MemberQuery(place, after, entries_max))
 
     async def run(self) -> None:
         """Until drained. Raises what no pass can handle; the worker then ends."""
@@ -208,6 +246,7 @@ class Writer:
             for instance in self._instances.values():
                 for _lane in range(instance.lanes):
                     tasks.create_task(instance.run_lane())
+                tasks.create_task(instance.run_groups())
             recoverer = tasks.create_task(self._run_recoverer())
             for instance in self._instances.values():
                 await instance.ended.wait()
@@ -246,6 +285,13 @@ class Writer:
             await self.recover_once()
 
 
+class _Groups(NamedTuple):
+    """What of groups does not travel in passes."""
+
+    changes: GroupChanges
+    reads: GroupReads
+
+
 class _Instance:
     """The window on one core instance: its inbox and the passes in flight."""
 
@@ -253,6 +299,8 @@ class _Instance:
         self,
         *,
         store: CommitStore,
+        versions: GroupVersions | None,
+        groups: "_Groups | None",
         commits: Commits,
         recoverer: Recoverer,
         clock: Clock,
@@ -266,6 +314,7 @@ class _Instance:
             items_max=WRITER_WAITING_MESSAGES_MAX,
             bytes_max=WRITER_BATCH_BYTES_MAX * (WRITER_WAITING_MESSAGES_MAX // WRITER_BATCH_MESSAGES_MAX),
         )
+        self.groups = groups
         self.commits = commits
         self.recoverer = recoverer
         self.lanes = lanes
@@ -274,6 +323,7 @@ class _Instance:
         """New messages are refused; everything else goes on, so that the store can empty itself."""
         self._lanes_alive = lanes
         self._store = store
+        self._versions = None if versions is None else versions.known
         self._clock = clock
         self._metrics = metrics
         self._failpoints = failpoints
@@ -281,6 +331,11 @@ class _Instance:
         self._company = company
         self._under_way = 0
         """Passes that have taken requests and not yet answered them."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests not yet taken."""
+        return len(self.inbox) + (sum(len(role) for role in self.groups) if self.groups else 0)
 
     async def measure(self) -> None:
         """Looks how full the store is; one that does not answer is judged by its own refusals."""
@@ -295,6 +350,16 @@ class _Instance:
             await self._pass(batch)
         self._lanes_alive -= 1
         if not self._lanes_alive:
+            if self.groups is None:
+                self.ended.set()
+            else:
+                self.groups.changes.close()
+                self.groups.reads.close()
+
+    async def run_groups(self) -> None:
+        """What is done for groups beside the passes, which hand it over; it ends behind the last of them."""
+        if self.groups is not None:
+            await asyncio.gather(self.groups.changes.run(), self.groups.reads.run())
             self.ended.set()
 
     async def _pass(self, batch: list[Request]) -> None:
@@ -312,13 +377,17 @@ class _Instance:
                 continue
             try:
                 if request.opcode == _SEND:
-                    sends.append((request, _plan_send(request, now_ms)))
-                elif request.opcode == _HISTORY:
-                    histories.append((request, _plan_history(request)))
-                elif request.opcode == _MARK_READ:
-                    marks.append((request, _plan_mark(request)))
+                    sends.append((request, _plan_send(request, now_ms, self._versions)))
+                elif request.opcode in _READING_OPS:
+                    body = decode_body(request.opcode, request.body)
+                    if body.target.kind == _GROUP:
+                        self._hand_over(request)
+                    elif request.opcode == _HISTORY:
+                        histories.append((request, _plan_history(request, body)))
+                    else:
+                        marks.append((request, _plan_mark(request, body)))
                 else:
-                    reply_error(request, _UNSUPPORTED)
+                    self._hand_over(request)
             except ClientError as error:
                 reply_error(request, error)
         self._failpoints.hit("writer.taken")
@@ -337,6 +406,13 @@ class _Instance:
         self._metrics.writer_batches += 1
         self._metrics.writer_batch_messages += len(sends)
         self._metrics.writer_pass.observe(self._clock.monotonic() - started)
+
+    def _hand_over(self, request: Request) -> None:
+        """To those who serve groups; raises what the client is told."""
+        if self.groups is None or request.opcode not in _OF_GROUPS:
+            raise Unsupported(_UNSUPPORTED.text)
+        role = self.groups.changes if request.opcode in CHANGING_OPS else self.groups.reads
+        role.submit(request)
 
     def _reply_mark(self, request: Request, mark: ReadMark, result: ReadMarkResult) -> None:
         if result.stale_owner:
@@ -400,7 +476,9 @@ async def _answer(
                 reply(request, query, answer)
 
 
-def _plan_send(request: Request, now_ms: Millis) -> rules.PlannedSend:
+def _plan_send(
+    request: Request, now_ms: Millis, versions: Mapping[ConversationId, int] | None
+) -> rules.PlannedSend:
     send = decode_send(request.body)
     return rules.plan_send(
         tenant=request.tenant,
@@ -414,11 +492,11 @@ def _plan_send(request: Request, now_ms: Millis) -> rules.PlannedSend:
         body=send.body,
         retention_class=send.retention_class,
         now_ms=now_ms,
+        versions=versions,
     )
 
 
-def _plan_history(request: Request) -> HistoryQuery:
-    body: PullHistory = decode_body(_HISTORY, request.body)
+def _plan_history(request: Request, body: PullHistory) -> HistoryQuery:
     route = rules.plan_history(
         tenant=request.tenant,
         user=request.user,
@@ -445,8 +523,7 @@ def _reply_history(request: Request, query: HistoryQuery, page: HistoryPage) -> 
     request.origin.reply(request, frame)
 
 
-def _plan_mark(request: Request) -> ReadMark:
-    body: MarkRead = decode_body(_MARK_READ, request.body)
+def _plan_mark(request: Request, body: MarkRead) -> ReadMark:
     route = rules.route_target(
         tenant=request.tenant, user=request.user, kind=body.target.kind, target=body.target.id
     )

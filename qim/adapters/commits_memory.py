@@ -257,11 +257,14 @@ class MemoryCommitStore(MemoryOwnership):
             return ReadMarkResult(True, Seq(0), 0)
         place = (item.bucket, item.tenant, item.conversation)
         conversation = self.state.conversations.get(place, Conversation())
-        mark = max(conversation.read_marks.get(item.user, Seq(0)), min(item.read_seq, conversation.last))
+        last, head = conversation.last, conversation.head
+        if item.upper_seq is not None:
+            last, head = min(last, item.upper_seq), min(head, item.upper_seq)
+        mark = max(conversation.read_marks.get(item.user, Seq(0)), min(item.read_seq, last))
         if mark:
             conversation.read_marks[item.user] = mark
-        skipped = sum(mark < seq <= conversation.head for seq in conversation.skipped)
-        return ReadMarkResult(False, mark, max(0, conversation.head - mark - skipped))
+        skipped = sum(mark < seq <= head for seq in conversation.skipped)
+        return ReadMarkResult(False, mark, max(0, head - mark - skipped))
 
     # --- positions, guards ---
 

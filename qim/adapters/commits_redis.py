@@ -291,7 +291,10 @@ class RedisCommitStore(RedisOwnership):
             arguments: list[Argument] = [len(run)]
             for item in run:
                 slot = item.bucket // BUCKETS_PER_SLOT
-                arguments += (keys.SLOT_FIELDS[slot], self.epochs[slot], b"r" + item.user, item.read_seq)
+                upper: Argument = b"" if item.upper_seq is None else item.upper_seq
+                arguments += (
+                    keys.SLOT_FIELDS[slot], self.epochs[slot], b"r" + item.user, item.read_seq, upper,
+                )  # fmt: skip
             script_keys = [keys.OWNER, *chain.from_iterable(pairs)]
             self.pipe.submit_script("mark_read", script_keys, arguments, answers.part(at, _read_marks))
         return answers.future

@@ -9,6 +9,8 @@ state again afterwards. Heavy modules are imported inside the commands, so that 
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from os import urandom
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,8 @@ mailbox_app = App(name="mailbox", help="Stopped mailbox shards: show, retry, ski
 outbox_app = App(
     name="outbox", help="Stopped Outbox partitions and slots of the writer: show, retry, skip one record."
 )
+membership_app = App(name="membership", help="Members of a group: add, remove, list.")
+app.command(membership_app)
 app.command(mailbox_app)
 app.command(outbox_app)
 
@@ -32,6 +36,13 @@ Yes = Annotated[bool, Parameter(name="--yes", negative=(), help="do not ask")]
 DryRun = Annotated[bool, Parameter(name="--dry-run", negative=(), help="say what would be done, do nothing")]
 Slot = Annotated[int, Parameter(help="mailbox shard or Outbox partition, 0 to 63")]
 Offset = Annotated[int, Parameter(help="offset of the record, as `show` prints it")]
+Group = Annotated[str, Parameter(help="id of the group, 32 hexadecimal digits")]
+Users = Annotated[str, Parameter(help="ids of users, 32 hexadecimal digits each, up to 500")]
+Tenant = Annotated[int, Parameter(name="--tenant", help="whose group it is")]
+Request = Annotated[
+    str | None,
+    Parameter(name="--request-id", help="32 hexadecimal digits: the same id again is the same change"),
+]
 Rest = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
 
@@ -178,6 +189,81 @@ def outbox_skip(
         json=json,
         yes=yes,
         dry_run=dry_run,
+    )
+
+
+@membership_app.command(name="add")
+def membership_add(
+    group: Group,
+    *users: Users,
+    tenant: Tenant = 1,
+    request_id: Request = None,
+    socket: Socket = None,
+    data_dir: DataDir = None,
+    json: Json = False,
+) -> int:
+    """Add users to a group. They see what is said from now on, and an event tells the members."""
+    place = partial(commands.control_socket, socket, data_dir)
+    return _change_members("add", group, users, tenant=tenant, request_id=request_id, place=place, json=json)
+
+
+@membership_app.command(name="remove")
+def membership_remove(
+    group: Group,
+    *users: Users,
+    tenant: Tenant = 1,
+    request_id: Request = None,
+    socket: Socket = None,
+    data_dir: DataDir = None,
+    json: Json = False,
+) -> int:
+    """Remove users from a group. They keep what they could see until now."""
+    place = partial(commands.control_socket, socket, data_dir)
+    return _change_members(
+        "remove", group, users, tenant=tenant, request_id=request_id, place=place, json=json
+    )
+
+
+@membership_app.command(name="list")
+def membership_list(
+    group: Group,
+    *,
+    tenant: Tenant = 1,
+    after: Annotated[str, Parameter(help="begin behind this user; `next` of the page before")] = "",
+    limit: Annotated[int, Parameter(help="users on a page, at most 300")] = 300,
+    socket: Socket = None,
+    data_dir: DataDir = None,
+    json: Json = False,
+) -> int:
+    """Who is in a group, by id, and from which sequence on."""
+    return _show(
+        lambda: commands.membership(
+            commands.control_socket(socket, data_dir), "list", tenant=tenant, group=group, after=after,
+            limit=limit,
+        ),
+        json=json,
+    )  # fmt: skip
+
+
+def _change_members(
+    action: str,
+    group: str,
+    users: tuple[str, ...],
+    *,
+    tenant: int,
+    request_id: str | None,
+    place: Callable[[], Path],
+    json: bool,
+) -> int:
+    """Says under which id to repeat it, before it is done: an answer may be lost."""
+    if request_id is None:
+        request_id = urandom(16).hex()
+        print(f"--request-id {request_id}", file=sys.stderr)
+    return _show(
+        lambda: commands.membership(
+            place(), action, tenant=tenant, group=group, users=list(users), request_id=request_id
+        ),
+        json=json,
     )
 
 

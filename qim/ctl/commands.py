@@ -80,6 +80,11 @@ def outbox(socket: Path, action: str, *, slot: int | None = None, offset: int | 
     return ask(socket, f"outbox.{action}", _given(slot=slot, offset=offset))
 
 
+def membership(socket: Path, action: str, *, tenant: int, group: str, **values: Any) -> Result:
+    """`add` and `remove` change the members of a group under a request id; `list` gives a page of them."""
+    return ask(socket, f"membership.{action}", {"tenant": tenant, "group": group, **values})
+
+
 def run_server_tool(command: str, arguments: Sequence[str]) -> int:
     """Runs `qim COMMAND …` as a process; its output is ours, its exit code is returned."""
     return subprocess.run([sys.executable, "-m", "workers", command, *arguments], check=False).returncode

@@ -52,9 +52,9 @@ DESTINATIONS: Final[Mapping[str, Destination]] = {
     "MARK_READ": Destination.CONVERSATION,
     "PULL_MAILBOX": Destination.USER,
     "SESSION_LIST_REQ": Destination.UNSUPPORTED,
-    "CREATE_GROUP": Destination.UNSUPPORTED,
-    "PULL_MEMBERS": Destination.UNSUPPORTED,
-    "LEAVE_GROUP": Destination.UNSUPPORTED,
+    "CREATE_GROUP": Destination.CONVERSATION,
+    "PULL_MEMBERS": Destination.CONVERSATION,
+    "LEAVE_GROUP": Destination.CONVERSATION,
 }
 """By the name of the opcode: numbers belong to the wire, and rules do not import it."""
 

@@ -22,7 +22,7 @@ the same commit. What is in effect already leaves nothing to plan: `PlannedChang
 """
 
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from blake3 import blake3
@@ -174,6 +174,33 @@ def earliest_visible(available: Seq, *, joined_at: Seq) -> Seq:
 def upper_visible(head: Seq, *, left_at: Seq) -> Seq:
     """The last sequence that history and list may show: the visible head, or the one before leaving."""
     return min(head, Seq(left_at - 1)) if left_at else head
+
+
+def clip_page(*, before_seq: Seq, after_seq: Seq, joined_at: Seq, left_at: Seq) -> tuple[Seq, Seq]:
+    """What a history page asks the store for: its bounds, exclusive, 0 = none, within the interval.
+
+    A walk upwards begins behind `joined_at`. One downwards has no lower bound in the store: see `cut_page`.
+    """
+    before = min(before_seq, left_at) if before_seq and left_at else before_seq or left_at
+    if after_seq:
+        return before, max(after_seq, joined_at)
+    # Below the interval there is nothing to be read, however long it would take.
+    return Seq(1) if 0 < before <= joined_at else before, after_seq
+
+
+def cut_page(
+    records: Sequence[tuple[Seq, bytes]], more: bool, *, joined_at: Seq, upwards: bool
+) -> tuple[Sequence[tuple[Seq, bytes]], bool]:
+    """A page, newest first, without what lies before the interval; whether more of the interval follows."""
+    if upwards or not records:
+        return records, more
+    visible = [item for item in records if item[0] > joined_at]
+    return visible, more and records[-1][0] > joined_at + 1
+
+
+def mark_within(read_seq: Seq, *, joined_at: Seq) -> Seq:
+    """A read mark lies in the interval: what is before it is not there to be read."""
+    return max(read_seq, joined_at)
 
 
 # --- creation ----------------------------------------------------------------------------------------

@@ -4,7 +4,12 @@ Pure: time comes in, nothing is asked of a store. `plan_send` turns a client's w
 later hop carries unchanged; it is the only place that encodes a record. A client's request is authorised
 before it is validated, and refused before anything reaches a store, so a refusal never consumes a sequence.
 
-The conversation of two users costs three hashes; the pairs seen last are remembered, bounded, per process.
+The conversation of two users costs three hashes, that of a group two; those seen last are remembered,
+bounded, per process.
+
+A message to a group names the version of the members that its writer knows. The store compares it while the
+sequence is given, so a version that is out of date costs a refusal and `plan_again`, and never a wrong
+audience. A version that is not known is guessed to be the first: a new group has no other.
 
 A page or a read mark needs no more than its conversation: `plan_history` and `route_target`.
 
@@ -21,7 +26,9 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec import structs
 
+from qim.domain import groups
 from qim.domain.placement import bucket_of_conversation, direct_conversation
 from qim.errors import (
     ClientError,
@@ -33,6 +40,7 @@ from qim.errors import (
     ResourceExhausted,
     TooLarge,
     Unavailable,
+    Unsupported,
 )
 from qim.ids import (
     ID_BYTES,
@@ -40,6 +48,7 @@ from qim.ids import (
     ClientMessageId,
     ConversationId,
     DeviceId,
+    GroupId,
     Millis,
     Seq,
     TenantId,
@@ -48,6 +57,7 @@ from qim.ids import (
 from qim.limits import (
     CUSTOM_TYPE_BYTES_MAX,
     EPHEMERAL_LIFE_MS,
+    GROUP_CACHE_ENTRIES_MAX,
     MESSAGE_BODY_BYTES_MAX,
     PAIR_CACHE_ENTRIES_MAX,
 )
@@ -67,6 +77,7 @@ RETRY_AFTER_MS: Final = 500
 """When a store is full or away: long enough to matter, short enough for a person who waits."""
 
 _CLIENT_TYPES: Final = frozenset({MessageType.TEXT, MessageType.CUSTOM, MessageType.MEDIA_REF})
+_GROUP: Final = int(Kind.GROUP)
 _RETENTION_CLASSES: Final = frozenset(RetentionClass)
 
 REFUSALS: Final[Mapping[str, ClientError]] = {
@@ -81,18 +92,19 @@ REFUSALS: Final[Mapping[str, ClientError]] = {
 """Outcome of a reservation that consumed nothing → what the client is told."""
 
 
-class DirectRoute(NamedTuple):
-    """Where the conversation of two users lives."""
+class Route(NamedTuple):
+    """Where a conversation lives."""
 
     conversation: ConversationId
     bucket: BucketId
     parties: bytes
+    """direct: the smaller and the larger user, 32 B; group: its id, 16 B."""
 
 
 class PlannedSend(msgspec.Struct, frozen=True, gc=False):
     """A valid SEND, ready to be reserved."""
 
-    route: DirectRoute
+    route: Route
     identity: bytes
     record: MessageRecord
     record_bytes: bytes
@@ -102,21 +114,27 @@ class PlannedSend(msgspec.Struct, frozen=True, gc=False):
 
 
 @lru_cache(maxsize=PAIR_CACHE_ENTRIES_MAX)
-def route_direct(tenant: TenantId, one: UserId, other: UserId) -> DirectRoute:
+def route_direct(tenant: TenantId, one: UserId, other: UserId) -> Route:
     """The conversation of two users and its bucket, the same in either order."""
     conversation = direct_conversation(tenant, one, other)
     parties = one + other if one <= other else other + one
-    return DirectRoute(conversation, bucket_of_conversation(tenant, conversation), parties)
+    return Route(conversation, bucket_of_conversation(tenant, conversation), parties)
 
 
-def route_target(*, tenant: TenantId, user: UserId, kind: int, target: bytes) -> DirectRoute:
-    """The conversation that a user names; raises PermissionDenied for one that is not theirs."""
-    if kind == Kind.GROUP:
-        # No group exists yet, and "does not exist" is told as "not allowed".
-        raise PermissionDenied("no such conversation")
-    if kind != Kind.DIRECT or len(target) != ID_BYTES:
-        raise InvalidArgument("target is a kind and a 16-byte id")
-    return route_direct(tenant, user, UserId(target))
+@lru_cache(maxsize=GROUP_CACHE_ENTRIES_MAX)
+def route_group(tenant: TenantId, group: GroupId) -> Route:
+    """The conversation of a group; whether there is such a group, the store says."""
+    found = groups.route_group(tenant, group)
+    return Route(found.conversation, found.bucket, group)
+
+
+def route_target(*, tenant: TenantId, user: UserId, kind: int, target: bytes) -> Route:
+    """The conversation that a user names. A direct one is always theirs; whose a group is, the store says."""
+    if kind == Kind.DIRECT and len(target) == ID_BYTES:
+        return route_direct(tenant, user, UserId(target))
+    if kind == Kind.GROUP and len(target) == ID_BYTES:
+        return route_group(tenant, GroupId(target))
+    raise InvalidArgument("target is a kind and a 16-byte id")
 
 
 def plan_send(
@@ -132,8 +150,9 @@ def plan_send(
     body: bytes,
     retention_class: int,
     now_ms: Millis,
+    versions: Mapping[ConversationId, int] | None = None,
 ) -> PlannedSend:
-    """Raises the ClientError that is the answer."""
+    """Raises the ClientError that is the answer. `versions` are those of groups; None: not offered here."""
     route = route_target(tenant=tenant, user=sender, kind=target_kind, target=target)
     _check_content(client_message_id, message_type, custom_type, body, retention_class)
     identity = identity_digest(
@@ -147,9 +166,9 @@ def plan_send(
         body=body,
     )
     record = MessageRecord(
-        RECORD_VERSION, tenant, route.conversation, Kind.DIRECT, route.parties, message_id_of(identity),
+        RECORD_VERSION, tenant, route.conversation, target_kind, route.parties, message_id_of(identity),
         sender, device, ClientMessageId(client_message_id), message_type, custom_type, body, retention_class,
-        now_ms, 0,
+        now_ms, _version_of(route, versions) if target_kind == _GROUP else 0,
     )  # fmt: skip
     expires_at = Millis(now_ms + EPHEMERAL_LIFE_MS if retention_class == RetentionClass.EPHEMERAL else 0)
     record_bytes = encode_record(record)
@@ -157,6 +176,22 @@ def plan_send(
         bucket=route.bucket, record=record, record_bytes=record_bytes, identity=identity
     )
     return PlannedSend(route, identity, record, record_bytes, expires_at, frame)
+
+
+def _version_of(route: Route, versions: Mapping[ConversationId, int] | None) -> int:
+    if versions is None:
+        raise Unsupported("groups are not offered by this server")
+    return versions.get(route.conversation, groups.FIRST_VERSION)
+
+
+def plan_again(planned: PlannedSend, versions: Mapping[ConversationId, int]) -> PlannedSend:
+    """The same message to the members of the version that is known now."""
+    record = structs.replace(planned.record, membership_version=_version_of(planned.route, versions))
+    record_bytes = encode_record(record)
+    frame = build_outbox_frame(
+        bucket=planned.route.bucket, record=record, record_bytes=record_bytes, identity=planned.identity
+    )
+    return structs.replace(planned, record=record, record_bytes=record_bytes, outbox_frame=frame)
 
 
 def _check_content(
@@ -185,7 +220,7 @@ def _check_text(body: bytes) -> None:
 
 def plan_history(
     *, tenant: TenantId, user: UserId, kind: int, target: bytes, before_seq: Seq, after_seq: Seq
-) -> DirectRoute:
+) -> Route:
     """Which conversation a PULL_HISTORY reads. Raises the ClientError that is the answer."""
     route = route_target(tenant=tenant, user=user, kind=kind, target=target)
     if before_seq and after_seq:

@@ -144,6 +144,8 @@ async def test_read_marks_rise_for_the_sender_and_by_request_only(store: CommitS
     await store.mark_committed([*commits[:2], commits[2]._replace(control=True)])
     marks = [ReadMark(TENANT, CONVERSATION, BUCKET, user, Seq(1)) for user in (ALICE, BOB)]
     assert await store.mark_read(marks) == [(False, 2, 1), (False, 1, 2)]
+    left = marks[1]._replace(upper_seq=Seq(2))
+    assert await store.mark_read([left, left._replace(read_seq=Seq(50))]) == [(False, 1, 1), (False, 2, 0)]
     assert await store.mark_read([marks[1]._replace(read_seq=Seq(50))]) == [(False, 3, 0)]
     assert await store.mark_read([marks[1]._replace(read_seq=Seq(0))]) == [(False, 3, 0)]
 

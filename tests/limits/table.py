@@ -72,6 +72,16 @@ BOUNDS: Final[dict[str, Bound]] = {
     "PAIR_CACHE_ENTRIES_MAX": Bound(
         "forget the oldest", (f"{CACHES}test_pairs_are_remembered_up_to_the_bound_and_found_again",)
     ),
+    "GROUP_REQUESTS_WAITING_MAX": Bound(
+        "reject with RESOURCE_EXHAUSTED before any side effect",
+        ("unit/workers/test_group_changes.py::test_too_many_changes_of_a_lane_are_refused_and_the_others_are_done",
+         "unit/workers/test_group_reads.py::test_too_many_reads_are_refused_and_the_others_are_answered"),
+    ),
+    "GROUP_CACHE_ENTRIES_MAX": Bound(
+        "forget the oldest",
+        (f"{CACHES}test_groups_are_remembered_up_to_the_bound_and_found_again",
+         f"{CACHES}test_versions_are_remembered_up_to_the_bound_and_learnt_again"),
+    ),
     "USER_CACHE_ENTRIES_MAX": Bound(
         "forget the oldest", (f"{CACHES}test_users_are_remembered_up_to_the_bound_and_found_again",)
     ),
@@ -206,7 +216,8 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
         "WRITER_BATCH_MESSAGES_MAX", "WRITER_BATCH_BYTES_MAX", "SCRIPT_RUN_ITEMS_MAX",
         "HISTORY_QUERIES_PER_CALL_MAX", "FANOUT_BATCH_RECORDS_MAX", "MAILBOX_BATCH_RECORDS_MAX",
         "FUSED_RUN_ENTRIES_MAX", "APPEND_ENTRIES_MAX", "PRESENCE_READS_MAX", "MEMBER_ENTRIES_PER_CALL_MAX",
-        "MEMBER_READS_MAX", "SNAPSHOTS_PER_PLAN_MAX", "DISPATCH_BYTES_MAX",
+        "MEMBER_READS_MAX", "MEMBERSHIP_RETRIES_MAX", "GROUP_READS_AT_ONCE_MAX", "SNAPSHOTS_PER_PLAN_MAX",
+        "DISPATCH_BYTES_MAX",
     ),
     TIME: (
         "TLS_HANDSHAKE_TIMEOUT_MS", "AUTH_TIMEOUT_MS", "PING_INTERVAL_MS", "CONNECTION_SILENCE_MS_MAX",
@@ -311,6 +322,8 @@ HOLDERS: Final[dict[str, str]] = {
     "workers/fanout.py Fanout.stopped": PER_SLOT,
     "workers/gateway.py Gateway._of_address": "connections_max",
     "workers/gateway.py Gateway.congested": "connections_max",
+    "workers/group_reads.py GroupReads._inbox": "GROUP_REQUESTS_WAITING_MAX",
+    "workers/group_versions.py GroupVersions.known": "GROUP_CACHE_ENTRIES_MAX",
     "workers/inbox.py Inbox._items": "items_max",
     "workers/inbox.py Inbox._takers": OF_CODE,
     "workers/link.py LinkStream._frames": "LINK_REPLY_BYTES_MAX",

@@ -5,11 +5,12 @@ wrong.
 from qim.adapters.commitlog_tail import LogTail
 from qim.domain import fanout, presence, writer
 from qim.domain.gateway import FailedLogins, Rate, RateTable
-from qim.domain.placement import direct_conversation, shard_of_user
+from qim.domain.placement import direct_conversation, group_conversation, shard_of_user
 from qim.domain.presence import Outcome, PresenceTable, Session
-from qim.ids import DeviceId, Offset, SessionId, SlotId, TenantId, UserId, WorkerId
+from qim.ids import ConversationId, DeviceId, GroupId, Offset, SessionId, SlotId, TenantId, UserId, WorkerId
 from qim.limits import (
     FAILED_LOGIN_ADDRESSES_MAX,
+    GROUP_CACHE_ENTRIES_MAX,
     HEADERS_REMEMBERED_MAX,
     LOG_TAIL_BYTES_MAX,
     PAIR_CACHE_ENTRIES_MAX,
@@ -19,7 +20,9 @@ from qim.limits import (
     USER_CACHE_ENTRIES_MAX,
 )
 from qim.records import _read_header, parse_header
-from tests.unit.workers.rig import build_outbox
+from tests.unit.workers.group_calls import PLACE, create_group
+from tests.unit.workers.rig import Rig, build_outbox
+from workers.group_versions import GroupVersions
 from workers.router import OwnerCache
 
 TENANT = TenantId(7)
@@ -28,6 +31,10 @@ BEYOND = 100
 
 def user(number: int) -> UserId:
     return UserId(number.to_bytes(16, "big"))
+
+
+def group(number: int) -> GroupId:
+    return GroupId(user(number))
 
 
 def test_users_are_remembered_up_to_the_bound_and_found_again() -> None:
@@ -49,6 +56,30 @@ def test_pairs_are_remembered_up_to_the_bound_and_found_again() -> None:
     found = route(TENANT, user(0), user(0)).conversation
     assert found == direct_conversation(TENANT, user(0), user(0))
     route.cache_clear()
+
+
+def test_groups_are_remembered_up_to_the_bound_and_found_again() -> None:
+    route = writer.route_group
+    route.cache_clear()
+    for number in range(GROUP_CACHE_ENTRIES_MAX + BEYOND):
+        route(TENANT, group(number))
+    assert route.cache_info().currsize == GROUP_CACHE_ENTRIES_MAX
+    assert route(TENANT, group(0)).conversation == group_conversation(TENANT, group(0))
+    route.cache_clear()
+
+
+async def test_versions_are_remembered_up_to_the_bound_and_learnt_again() -> None:
+    rig = await Rig().prepare()
+    await create_group(rig)
+    versions = GroupVersions(rig.memberships)
+    versions.note(PLACE.conversation, 5)
+    for number in range(GROUP_CACHE_ENTRIES_MAX + BEYOND):
+        versions.note(ConversationId(group(number)), number)
+    assert len(versions.known) == GROUP_CACHE_ENTRIES_MAX
+    assert PLACE.conversation not in versions.known
+    assert await versions.refresh([PLACE]) == set()
+    assert versions.known[PLACE.conversation] == 1
+    assert len(versions.known) == GROUP_CACHE_ENTRIES_MAX
 
 
 def test_headers_are_remembered_up_to_the_bound_and_read_again() -> None:

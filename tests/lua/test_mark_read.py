@@ -73,6 +73,16 @@ async def test_unread_counts_up_to_the_visible_head_without_what_never_counts(
         assert await marks(store, 6) == [(6, 0)]
 
 
+@pytest.mark.shows("S9", "G6")
+async def test_who_left_reads_and_counts_up_to_the_last_visible_sequence(store_server: StoreServer) -> None:
+    async with opened_store(store_server) as (store, pipe):
+        await five_from_alice(store)
+        await pipe.command("ZADD", keys.skip_key(SUFFIX), 3, 3, 5, 5)
+        for wanted, upper, told in ((1, 4, (1, 2)), (9, 4, (4, 0)), (9, 0, (4, 0)), (2, 9, (4, 0))):
+            asked = mark_of(wanted)._replace(upper_seq=Seq(upper))
+            assert (await store.mark_read([asked]))[0][1:] == told
+
+
 async def test_an_unknown_conversation_has_nothing_to_read_and_gets_no_key(store_server: StoreServer) -> None:
     async with opened_store(store_server) as (store, pipe):
         before = await picture(pipe)

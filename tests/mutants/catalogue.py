@@ -13,6 +13,7 @@ from tests.mutants.of_edges import OF_EDGES
 from tests.mutants.of_fanout import OF_FANOUT
 from tests.mutants.of_faults import OF_FAULTS
 from tests.mutants.of_field import OF_FIELD
+from tests.mutants.of_group_writer import OF_GROUP_WRITER
 from tests.mutants.of_groups import OF_GROUPS
 from tests.mutants.of_mailbox import OF_MAILBOX
 from tests.mutants.of_one_step import OF_ONE_STEP
@@ -20,7 +21,7 @@ from tests.mutants.of_writer import OF_WRITER
 
 ALL: Final[tuple[Mutant, ...]] = (
     *OF_WRITER, *OF_ONE_STEP, *OF_FANOUT, *OF_MAILBOX, *OF_CLIENT, *OF_EDGES, *OF_FAULTS, *OF_FIELD,
-    *OF_GROUPS,
+    *OF_GROUPS, *OF_GROUP_WRITER,
 )  # fmt: skip
 
 WITHOUT_MUTANT: Final[Mapping[str, str]] = {}

@@ -61,9 +61,9 @@ OF_FIELD: Final = (
         (
             Change(
                 "workers/writer.py",
-                "                    sends.append((request, _plan_send(request, now_ms)))\n",
+                "                    sends.append((request, _plan_send(request, now_ms, self._versions)))\n",
                 '                    log.warning("planned", text=repr(bytes(request.body)))\n'
-                "                    sends.append((request, _plan_send(request, now_ms)))\n",
+                "                    sends.append((request, _plan_send(request, now_ms, self._versions)))\n",
             ),
         ),
     ),

@@ -67,8 +67,8 @@ OF_WRITER: Final = (
         (
             Change(
                 _RECOVERER,
-                "adopted = [sending for item in pending if (sending := self._adopt(item))]",
-                "adopted = [sending for item in pending[:0] if (sending := self._adopt(item))]",
+                "adopted = [sending for item in pending if (sending := self._commits.adopt(item))]",
+                "adopted = [sending for item in pending[:0] if (sending := self._commits.adopt(item))]",
             ),
         ),
     ),
@@ -94,9 +94,9 @@ OF_WRITER: Final = (
         (f"{_ROLE}test_the_recoverer_leaves_alone_what_a_pass_still_works_on",),
         (
             Change(
-                _RECOVERER,
-                "if item.key in in_flight or item.key in self._stops.unfinishable:",
-                "if item.key in self._stops.unfinishable:",
+                _COMMITS,
+                "if item.key in self.in_flight or item.key in self.stops.unfinishable:",
+                "if item.key in self.stops.unfinishable:",
             ),
         ),
     ),
@@ -121,8 +121,8 @@ OF_WRITER: Final = (
         (
             Change(
                 _COMMITS,
-                "return self.take_stored(sending, result.record)",
-                "return self.take_stored(sending, planned.record_bytes)",
+                "return self._take_stored(sending, result.record)",
+                "return self._take_stored(sending, planned.record_bytes)",
             ),
         ),
     ),

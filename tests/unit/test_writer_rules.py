@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 
-from qim.domain.writer import plan_history, plan_send, route_direct
-from qim.errors import ClientError, InvalidArgument, PermissionDenied, TooLarge
-from qim.ids import Seq, TenantId, UserId
+from qim.domain.writer import plan_again, plan_history, plan_send, route_direct, route_group
+from qim.errors import ClientError, InvalidArgument, TooLarge, Unsupported
+from qim.ids import GroupId, Seq, TenantId, UserId
 from qim.records import IDENTITY_BYTES, MessageType, decode_record, message_id_of
 
 TENANT = TenantId(7)
 ALICE = UserId(b"a" * 16)
 BOB = UserId(b"b" * 16)
+GROUP = GroupId(b"g" * 16)
 
 VALID: dict[str, Any] = {
     "tenant": TENANT,
@@ -67,7 +68,9 @@ def test_other_types_carry_any_bytes(message_type: MessageType) -> None:
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
-        ({"target_kind": 2}, PermissionDenied),
+        ({"target_kind": 2}, Unsupported),
+        ({"target_kind": 2, "target": b"short", "versions": {}}, InvalidArgument),
+        ({"target_kind": 2, "message_type": MessageType.CONTROL, "versions": {}}, InvalidArgument),
         ({"target_kind": 3}, InvalidArgument),
         ({"target": b"short"}, InvalidArgument),
         ({"client_message_id": b"short"}, InvalidArgument),
@@ -86,9 +89,27 @@ def test_a_send_is_refused_before_it_reaches_a_store(
         plan_send(**VALID | change)
 
 
-def test_a_refusal_to_an_unknown_group_comes_before_any_look_at_the_content() -> None:
-    with pytest.raises(PermissionDenied):
-        plan_send(**VALID | {"target_kind": 2, "message_type": MessageType.CONTROL, "body": b"x" * 70_000})
+@pytest.mark.shows("G1")
+def test_a_message_to_a_group_names_the_known_version_or_the_first() -> None:
+    fields = VALID | {"target_kind": 2, "target": GROUP}
+    new = plan_send(**fields, versions={})
+    known = plan_send(**fields, versions={new.route.conversation: 7})
+    assert new.record.parties == GROUP
+    assert [planned.record.membership_version for planned in (new, known)] == [1, 7]
+    assert plan_send(**VALID, versions={}).record.membership_version == 0
+
+
+def test_a_message_that_is_planned_again_is_the_same_message_to_another_version() -> None:
+    fields = VALID | {"target_kind": 2, "target": GROUP}
+    old = plan_send(**fields, versions={})
+    versions = {old.route.conversation: 2}
+    assert plan_again(old, versions) == plan_send(**fields, versions=versions)
+    assert plan_again(old, versions).identity == old.identity
+
+
+def test_groups_of_two_tenants_have_nothing_in_common() -> None:
+    one, other = route_group(TENANT, GROUP), route_group(TenantId(8), GROUP)
+    assert one.conversation != other.conversation
 
 
 def test_a_history_page_goes_one_way_only() -> None:

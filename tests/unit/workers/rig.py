@@ -291,6 +291,7 @@ class Rig:
         writer = Writer(
             worker=WorkerId(0),
             stores=self.all_commits,
+            memberships=self.all_memberships,
             outbox=self.outbox,
             one_step={0: self.one_step} if one_step else {},
             lanes=lanes,

@@ -229,12 +229,20 @@ async def test_what_is_not_served_yet_is_told_so_and_the_connection_lives() -> N
     async with GatewayRig() as rig:
         client = await rig.logged_in()
         client.send(build_message(Op.SESSION_LIST_REQ, 2, SessionListReq()))
-        for request_id, op in enumerate((Op.CREATE_GROUP, Op.PULL_MEMBERS, Op.LEAVE_GROUP), start=3):
-            client.send(build_frame(op, request_id, b""))
-        for request_id in range(2, 6):
-            frame = await client.frame()
-            assert frame.request_id == request_id
-            assert decode_body(Op.ERROR, frame.body).code == errors.Unsupported.code
+        frame = await client.frame()
+        assert frame.request_id == 2
+        assert decode_body(Op.ERROR, frame.body).code == errors.Unsupported.code
+
+
+async def test_what_is_about_a_group_goes_to_its_conversation() -> None:
+    async with GatewayRig() as rig:
+        client = await rig.logged_in()
+        ops = [Op.CREATE_GROUP, Op.PULL_MEMBERS, Op.LEAVE_GROUP]
+        client.send(*(build_frame(op, 2, b"") for op in ops))
+        await rig.requests(3)
+        assert [(request.opcode, to) for request, to in rig.router.requests] == [
+            (op, Destination.CONVERSATION) for op in ops
+        ]
 
 
 async def test_answers_and_pushes_of_one_pass_leave_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:

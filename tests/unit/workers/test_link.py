@@ -261,7 +261,7 @@ async def test_both_workers_agree_on_the_owner_of_a_conversation(folder: Path) -
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        (send_body(kind=2), errors.PermissionDenied),
+        (send_body(kind=2, peer=b"g" * 15), errors.InvalidArgument),
         (send_body(kind=7), errors.InvalidArgument),
         (send_body(bytes(limits.MESSAGE_BODY_BYTES_MAX + 1)), errors.TooLarge),
         (b"", errors.InvalidArgument),

@@ -313,8 +313,11 @@ async def test_a_read_mark_is_clamped_and_answered(rig: Rig, writer: Writer) -> 
     assert [(mark.read_seq, mark.unread) for mark in marks] == [(1, 1), (2, 0)]
 
 
-@pytest.mark.parametrize("opcode", [Op.CREATE_GROUP, Op.LEAVE_GROUP])
-async def test_what_is_not_offered_is_told_so(rig: Rig, writer: Writer, opcode: Op) -> None:
+@pytest.mark.shows("G14")
+@pytest.mark.parametrize("opcode", [Op.SESSION_LIST_REQ, Op.CREATE_GROUP, Op.LEAVE_GROUP])
+async def test_what_is_not_offered_is_told_so(rig: Rig, opcode: Op) -> None:
+    rig.all_memberships = []
+    writer = rig.roles().writer
     async with rig.running(writer):
         writer.submit(rig.alice.request(opcode, b"\x90"))
         await _answered(rig, 1)
