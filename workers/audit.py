@@ -29,7 +29,7 @@ from qim.adapters.audit_redis import (
     RedisMailboxAudit,
 )
 from qim.clock import Clock
-from qim.domain.fanout import plan_dispatches
+from qim.domain.fanout import Snapshots, cut_by_bytes, cut_by_snapshots, plan_dispatches
 from qim.domain.mailbox import position_of
 from qim.domain.placement import Placement, slot_of_bucket
 from qim.errors import RecordCorrupt
@@ -37,6 +37,7 @@ from qim.ids import Offset, SlotId
 from qim.limits import RECOVER_AGE_MS, RECOVER_INTERVAL_MS, SLOTS
 from qim.ports import CommitLog, CommitStore, LogRecord, MailboxStore
 from qim.records import outbox_entry, parse_dispatch_record, parse_header
+from workers.audiences import Audiences
 from workers.fanout import GROUP as FANOUT_GROUP
 
 PENDING_AGE_MS: Final = RECOVER_AGE_MS + 3 * RECOVER_INTERVAL_MS
@@ -61,6 +62,8 @@ class AuditedStores:
     mailbox_audits: Sequence[RedisMailboxAudit]
     outbox: CommitLog
     dispatch: CommitLog
+    audiences: Audiences
+    """Who a group message had to reach."""
 
 
 @dataclass
@@ -162,7 +165,10 @@ async def _walk_outbox(stores: AuditedStores, report: Report, progress: Progress
             if not page:
                 report.note([Finding("unreadable", f"Outbox partition {slot} offset {offset}")])
                 break
-            await _check_page(stores, report, page)
+            for few_groups in cut_by_snapshots(page):
+                snapshots = await stores.audiences.load(record.data for record in few_groups)
+                for piece in cut_by_bytes(few_groups, snapshots):
+                    await _check_piece(stores, report, piece, snapshots)
             progress.advance(bar, len(page))
             report.walked["outbox_records"] += len(page)
             offset = Offset(page[-1].offset + 1)
@@ -171,14 +177,18 @@ async def _walk_outbox(stores: AuditedStores, report: Report, progress: Progress
             records_max = max(1, min(PAGE, ASKED_BYTES_MAX * len(page) // max(1, page_bytes)))
 
 
-async def _check_page(stores: AuditedStores, report: Report, page: Sequence[LogRecord]) -> None:
+async def _check_piece(
+    stores: AuditedStores, report: Report, piece: Sequence[LogRecord], snapshots: Snapshots
+) -> None:
     placement = stores.placement
     by_core: dict[int, list[OutboxRecord]] = {}
     by_mailbox: dict[int, list[Any]] = {}
-    for record in page:
+    for record in piece:
         try:
             header = parse_header(record.data)
-            plan = [parse_dispatch_record(planned.record) for planned in plan_dispatches(record.data)]
+            plan = [
+                parse_dispatch_record(planned.record) for planned in plan_dispatches(record.data, snapshots)
+            ]
         except RecordCorrupt as error:
             report.note(
                 [Finding("corrupt", f"Outbox partition {record.partition} offset {record.offset}: {error}")]

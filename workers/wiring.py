@@ -31,6 +31,7 @@ from qim.errors import GuardRefused, StoreBroken, StoreUnfit
 from qim.ids import SlotId
 from qim.limits import SLOTS
 from qim.metrics import Metrics
+from workers.audiences import Audiences
 from workers.audit import AuditedStores
 from workers.guards import check_identities, check_settings
 
@@ -197,14 +198,16 @@ def wire_audit(config: Config, *, clock: Clock, password: Secret) -> tuple[Store
         config, workers=1, scripts=load_scripts(), clock=clock, metrics=Metrics(), password=password
     )
     pipes = {instance.where: instance.pipe for instance in stores.instances}
+    placement = Placement(1, len(config.redis.core), len(config.mailbox_urls))
     return stores, AuditedStores(
-        placement=Placement(1, len(config.redis.core), len(config.mailbox_urls)),
+        placement=placement,
         commits=stores.commits,
         commit_audits=[RedisCommitAudit(pipes[url], now_ms=clock.now_ms()) for url in config.redis.core],
         mailboxes=stores.mailboxes,
         mailbox_audits=[RedisMailboxAudit(pipes[url]) for url in config.mailbox_urls],
         outbox=stores.outbox,
         dispatch=stores.dispatch,
+        audiences=Audiences(placement=placement, memberships=stores.memberships),
     )
 
 

@@ -64,7 +64,7 @@ _OF_SENDS: Final = (
         (
             Change(
                 _PLANNER,
-                "    return planned._replace(record=record, record_bytes=record_bytes, outbox_frame=frame)\n",
+                "    return structs.replace(planned, record=record, record_bytes=record_bytes, outbox_frame=frame)\n",
                 "    del record, record_bytes, frame\n    return planned\n",
             ),
         ),
