@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ async def test_each_gets_what_was_said_while_a_member_and_the_own_events(dev: De
             alice.user.hex(): 0, carol.user.hex(): 1,
         }  # fmt: skip
         for client, seqs in ((a, [1, 2, 3, 4, 5]), (b, [1, 2, 3, 4]), (c, [2, 3, 4, 5])):
-            await eventually_async(lambda client=client, seqs=seqs: _has(client, seqs), what=f"{seqs}")
+            await eventually_async(partial(_has, client, seqs), what=f"{seqs}")
         page = await b.ask(Op.PULL_HISTORY, bodies.PullHistory(bodies.Target(Kind.GROUP, group)))
         assert expect(bodies.HistoryBatch, page).head_seq == 3
 
