@@ -64,8 +64,8 @@ _OF_SENDS: Final = (
         (
             Change(
                 _PLANNER,
-                "    return structs.replace(planned, record=record, record_bytes=record_bytes, outbox_frame=frame)\n",
-                "    del record, record_bytes, frame\n    return planned\n",
+                "structs.replace(planned, record=record, record_bytes=record_bytes, outbox_frame=frame)",
+                "(record, record_bytes, frame) and planned",
             ),
         ),
     ),

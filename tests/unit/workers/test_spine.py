@@ -22,8 +22,8 @@ from workers.writer import Writer
 COUNT = 60
 SECOND_GROUP = COUNT // 2
 
-# One-to-one messages alone do not enter the general path, which is killed in test_mailbox.py, and change no
-# group: see test_group_changes.py.
+# One-to-one messages alone do not enter the general path, killed in test_mailbox.py, and change no group,
+# which is killed in test_group_changes.py.
 POINTS = sorted(NAMES - {"mailbox.begun", "mailbox.entries", "writer.changed"})
 WAYS = [(point, False) for point in POINTS] + [
     (point, True) for point in POINTS if point not in {"writer.appended", "writer.marked"}
