@@ -97,6 +97,7 @@ $(PACKAGES_STAMP):
 	  fi; \
 	fi
 	@echo "make: installing $$(grep -c '^[a-z].*==' requirements.lock) pinned packages into $(VENV) (once; about a minute)"
+	@[ ! -L $(VENV) ] || { echo 'make: $(VENV) is a link, and would be emptied where it leads; remove it' >&2; exit 1; }
 	@'$(PYTHON)' -m venv --clear $(VENV)
 	@$(PIP) install --require-hashes --requirement requirements.lock
 	@touch $@

@@ -50,6 +50,11 @@ def unsigned() -> str:
     return f"{part({'alg': 'none', 'kid': 'k1'})}.{part(claims())}."
 
 
+def broken_signature() -> str:
+    content, _, signature = minted().rpartition(".")
+    return f"{content}.{'B' if signature[0] == 'A' else 'A'}{signature[1:]}"
+
+
 def test_a_minted_token_gives_its_identity() -> None:
     identity = verifier().verify(minted(device=DEVICE))
     assert identity == (7, USER, DEVICE, CLOCK.now_ms() + 60_000)
@@ -70,7 +75,8 @@ def test_a_token_without_a_device_is_good_for_any() -> None:
         pytest.param(minted(private_key_pem=STRANGER), id="foreign key"),
         pytest.param(signed(claims(), key="s" * 32, algorithm="HS256"), id="other algorithm"),
         pytest.param(unsigned(), id="no algorithm"),
-        pytest.param(minted()[:-2] + "AA", id="broken signature"),
+        # Its first character: the last one carries bits that do not count.
+        pytest.param(broken_signature(), id="broken signature"),
         pytest.param(signed(claims(tenant=-1)), id="negative tenant"),
         pytest.param(signed(claims(tenant=2**32)), id="tenant too large"),
         pytest.param(signed(claims(tenant="7")), id="tenant of another type"),
